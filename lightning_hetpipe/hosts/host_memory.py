@@ -1,4 +1,4 @@
-"""Tensors at a host: their numbers, as this process knows them, and the table in which the host has them."""
+"""Tensors at a host: their numbers in this process, and the table of them at the host."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MOST_WAITING = 64
 
 
 class HostMemory:
-    """Memory of a host, from this process. Any thread may use it.
+    """Memory of a host, as seen from this process. Any thread may use it.
 
-    Operators that nothing waits for are sent together; :meth:`flush` sends those that are left.
+    Operators that nothing waits for are sent together. :meth:`flush` sends the remaining ones.
 
     Args:
-        send: Sends an order; the host obeys one after the other.
-        begin: Likewise, and gives the result to come.
-        wait: Waits for such a result.
+        send: Sends an order. The host obeys one after the other.
+        begin: Sends an order, and returns its future result.
+        wait: Waits for a future result.
         accelerates: Whether the host computes on an accelerator.
     """
 
@@ -52,45 +52,41 @@ class HostMemory:
         self._numbers = count()
         self._handles: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self.tensors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        """Tensors of this process with values there, by their ``id``."""
+        """Tensors of this process with values at the host, by their ``id``."""
         self._waiting: list[orders.Run] = []
         self._free: deque[int] = deque()
         self._lock = threading.RLock()  # garbage may be collected within
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Have the host call ``method``, which has no result, behind all operators so far."""
+        """Make the host call ``method``, without a result, after all operators so far."""
         with self._lock:
             self.flush()
             self._send(orders.Do(method, arguments))
 
     def begin(self, method: str, *arguments: Any) -> Future[Any]:
-        """Have the host call ``method`` likewise; give the result to come."""
+        """Make the host call ``method`` after all operators so far. Return the future result."""
         with self._lock:
             self.flush()
             return self._begin(orders.Do(method, arguments))
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Have the host call ``method`` likewise, and wait for the result; any thread may."""
+        """Make the host call ``method`` after all operators so far, and wait for the result."""
         return self._wait(self.begin(method, *arguments))
 
     def new(self) -> Handle:
-        """Handle of a tensor that the host is about to have."""
+        """Return the handle of a tensor that the host is about to have."""
         handle = Handle(self, next(self._numbers))
         self._handles[handle.number] = handle
         return handle
 
     def put(self, value: Tensor) -> Handle:
-        """Have a copy of ``value`` at the host.
-
-        Raises:
-            NotPlain: for a tensor that cannot be sent.
-        """
+        """Copy ``value`` to the host. Raise NotPlain if the tensor cannot be sent."""
         handle = self.new()
         self.tell("put", handle.number, value)
         return handle
 
     def block(self, size: int) -> Handle:
-        """Have zeroed bytes at the host, which servers on its machine see."""
+        """Make zeroed bytes at the host, which servers on its machine see."""
         handle = self.new()
         self.tell("put_block", handle.number, size)
         return handle
@@ -105,19 +101,16 @@ class HostMemory:
         *,
         waits: bool,
     ) -> Sequence[Tensor]:
-        """Run ``func`` at the host.
+        """Run ``func`` at the host. Return the changed arguments that are not there.
 
         Args:
-            args, kwargs: Its arguments, with :class:`~lightning_hetpipe.hosts.orders.Held` for what is at the host.
+            args, kwargs: Its arguments, with :class:`~lightning_hetpipe.hosts.orders.Held` for tensors at the host.
             results: Numbers of the tensors that it makes.
-            answers: Places of arguments some of which are not at the host and are changed.
-            waits: Whether it may be sent later, as no tensor of this process is among its arguments.
-
-        Returns:
-            What those have become that are not at the host and are changed.
+            answers: Places of changed arguments, some of which are not at the host.
+            waits: Whether it may be sent later, because no tensor of this process is among its arguments.
 
         Raises:
-            NotPlain: for an operator that is not torch's own, or an argument that cannot be sent.
+            NotPlain: if the operator is not torch's own, or an argument cannot be sent.
         """
         order = orders.Run(operator_name(func), args, kwargs, results, answers)
         if answers:
@@ -130,26 +123,26 @@ class HostMemory:
         return ()
 
     def value(self, func: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result, other than tensors, of ``func`` at the host."""
+        """Return the result, other than tensors, of ``func`` at the host."""
         return self._asked(orders.Run(operator_name(func), args, kwargs, None, ()))
 
     def bring(self, numbers: Sequence[int]) -> Sequence[Tensor]:
-        """Copies of tensors that are at the host."""
+        """Return copies of tensors that are at the host."""
         values: Sequence[Tensor] = self.ask("bring", numbers)
         return values
 
     def close(self) -> None:
-        """Bring all that is at the host and still of use, before it ends."""
+        """Bring all tensors in use from the host, before it ends."""
         handles = [*self._handles.values()]
         for handle, value in zip(handles, self.bring([each.number for each in handles]), strict=True):
             handle.value = value
 
     def let_go(self, number: int) -> None:
-        """Nobody needs this tensor any more; the host is told with the next operator."""
+        """Release a tensor. The host learns of it with the next operator."""
         self._free.append(number)  # no lock: garbage is collected anywhere
 
     def flush(self) -> None:
-        """Send the operators that wait."""
+        """Send the waiting operators."""
         with self._lock:
             if self._waiting:
                 self._send(self._taken())
@@ -167,12 +160,7 @@ class HostMemory:
 
 
 class Handle:
-    """A tensor in ``memory``, by ``number``.
-
-    Attributes:
-        memory: Also of a host that has ended.
-        value: Itself, once the host has ended.
-    """
+    """A tensor in ``memory``, by ``number``. After the host has ended, ``value`` is the tensor itself."""
 
     __slots__ = ("__weakref__", "memory", "name", "number", "value")
 
@@ -184,11 +172,11 @@ class Handle:
 
     @property
     def owner(self) -> HostMemory | None:
-        """The memory; None once the host has ended."""
+        """The memory, or None after the host has ended."""
         return self.memory if self.value is None else None
 
     def bring(self) -> Tensor:
-        """A copy of the tensor; itself, once the host has ended."""
+        """Return a copy of the tensor, or after the host has ended the tensor itself."""
         return self.memory.bring([self.number])[0] if self.value is None else self.value
 
     def __del__(self) -> None:
@@ -197,11 +185,7 @@ class Handle:
 
 
 class HeldTensors:
-    """The table, at the host.
-
-    Attributes:
-        device: Where its tensors are, and operators run.
-    """
+    """The table at the host. Its tensors are on ``device``, where operators run."""
 
     def __init__(self) -> None:
         self._held: dict[int, Tensor] = {}
@@ -214,7 +198,7 @@ class HeldTensors:
         self._held[number] = move(value, self.device)
 
     def put_block(self, number: int, block: Tensor) -> None:
-        """Have ``block``, which stays where others see it."""
+        """Add ``block``, which stays where other processes see it."""
         self._held[number] = block
 
     def get(self, number: int) -> Tensor:
@@ -224,13 +208,10 @@ class HeldTensors:
         return [self._held[number] for number in numbers]
 
     def run(self, operators: Sequence[orders.Run], free: Sequence[int]) -> Any:
-        """Run operators; gives what is to be answered to the last one, or None.
-
-        Args:
-            free: Numbers of tensors that nobody needs any more, after these.
+        """Run operators, and then drop the tensors numbered ``free``. Return the answer to the last operator, or None.
 
         Raises:
-            NotPlain: for what is no operator of torch's own.
+            NotPlain: if an operator is not torch's own.
         """
         answer = None
         with torch.no_grad():
@@ -245,7 +226,7 @@ class HeldTensors:
         args = [self.found(each) for each in order.args]
         kwargs = {name: self.found(each) for name, each in order.kwargs.items()}
         if "device" in kwargs:
-            kwargs["device"] = self.device  # that as which the other process sees this one
+            kwargs["device"] = self.device  # in place of the device as the other process sees it
         result = func(*args, **kwargs)
         if order.results is None:
             return result
@@ -265,7 +246,7 @@ class HeldTensors:
         return changed
 
     def found(self, value: Any) -> Any:
-        """``value``, on the host's device, with the tensors that stand in it by number."""
+        """Return ``value``, on the host's device, with tensors in the place of their numbers."""
         if isinstance(value, orders.Held):
             return self._held[value.number]
         if isinstance(value, Tensor):
@@ -276,7 +257,7 @@ class HeldTensors:
 
 
 def _sent(value: Any, sent: Any) -> list[Tensor]:
-    """The tensors of ``value`` that have come with the order."""
+    """Return the tensors of ``value`` that came with the order."""
     if isinstance(value, list):
         return [each for own, its in zip(value, sent, strict=True) for each in _sent(own, its)]
     return [value] if isinstance(sent, Tensor) else []

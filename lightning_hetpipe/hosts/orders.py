@@ -1,7 +1,6 @@
-"""Messages between a stage's host and the process of Lightning's loop, beside those of the stage itself.
+"""Messages between a stage's host and the process of Lightning's loop, besides the stage's own messages.
 
     to the host      Do, and once the stage is set up its tasks
-    from the host    results of tasks; Brought; Broken, last
     host to host     Handed, Forgotten
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
@@ -31,12 +30,8 @@ class Held(NamedTuple):
 
 
 class Do(NamedTuple):
-    """Call a method that the host offers (``stage_host.Host``).
-
-    Attributes:
-        method, arguments: Its name, and what it is given.
-        number: Number of the :class:`Brought` that has its result; None if nobody waits for that.
-    """
+    """Call of a method that the host offers (``stage_host.Host``). ``number`` is the number of the :class:`Brought`
+    with its result, or None if nobody waits for the result."""
 
     method: str
     arguments: Sequence[Any]
@@ -47,12 +42,12 @@ class SetUp(NamedTuple):
     """The stage that the host is to be.
 
     Attributes:
-        layers: As data.
+        layers: Layers as data.
         settings: Settings of all stages. ``before_pass`` and ``compile`` are None: they belong to the leader's process.
-        planned: Its planned memory; None where there is no limit.
+        planned: Planned memory of the stage, or None for no limit.
         timeout: Seconds after which a wait in which nothing moves ends.
-        pad: Its pad; None where no device is emulated.
-        group: Its group, where several devices divide its layers, as this process has it.
+        pad: Pad of the stage, or None if no device is emulated.
+        group: Devices that divide its layers, if several do, as the leader's process sees them.
     """
 
     stage: int
@@ -68,12 +63,8 @@ class SetUp(NamedTuple):
 
 
 class CallServer(NamedTuple):
-    """Call a parameter server.
-
-    Attributes:
-        method, timeout, header: As of ``Channel.call``; the header as text, which it is.
-        body, into: Blocks, for the body of the call and of its answer.
-    """
+    """Call of a parameter server, as ``Channel.call``, with the header as text. ``body`` and ``into`` are blocks for
+    the body of the call and of its answer."""
 
     address: str
     method: str
@@ -84,11 +75,7 @@ class CallServer(NamedTuple):
 
 
 class ServerAnswered(NamedTuple):
-    """Answer to :class:`CallServer`.
-
-    Attributes:
-        refused, silent: Why the server has refused the call, or not answered; else None.
-    """
+    """Answer to :class:`CallServer`. ``refused`` or ``silent`` has the reason if there is no answer."""
 
     header: str = ""
     refused: str | None = None
@@ -96,14 +83,14 @@ class ServerAnswered(NamedTuple):
 
 
 class HandedOver(NamedTuple):
-    """In the place of a tensor that the host of ``stage`` hands over to another one, by its number."""
+    """Replacement of a tensor that the host of ``stage`` hands over to another host, by its number."""
 
     stage: int
     number: int
 
 
 class Handed(NamedTuple):
-    """From host to host: a tensor of ``minibatch``."""
+    """A tensor of ``minibatch``, from host to host."""
 
     minibatch: int
     number: int
@@ -111,19 +98,19 @@ class Handed(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """From host to host: nobody wants any more what was handed over of ``minibatch``."""
+    """Notice from host to host that no task needs the tensors of ``minibatch`` any more."""
 
     minibatch: int
 
 
 class Run(NamedTuple):
-    """An operator on tensors that the host has, and others.
+    """An operator on tensors of the host and other tensors.
 
     Attributes:
-        operator: Its name; it is one of torch's own.
-        args, kwargs: Its arguments, with a :class:`Held` for each tensor that the host has.
-        results: Numbers of the tensors that it makes; None if its result is the answer.
-        answers: Places of arguments of which those that are changed, and came with the order, are the answer.
+        operator: Name of an operator of torch's own.
+        args, kwargs: Its arguments, with a :class:`Held` for each tensor of the host.
+        results: Numbers of the tensors that it makes, or None if its result is the answer.
+        answers: Places of arguments. Tensors among them that it changes and that came with the order are the answer.
     """
 
     operator: str
@@ -134,7 +121,7 @@ class Run(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """Result of the :class:`Do` of that ``number``."""
+    """Result of the :class:`Do` of this ``number``."""
 
     number: int
     result: Any
@@ -149,7 +136,7 @@ class KeptTensor(NamedTuple):
 
 
 class SparseTensor(NamedTuple):
-    """Gradient of an embedding that asks for sparse ones."""
+    """Gradient of an embedding that asks for sparse gradients."""
 
     indices: Tensor
     values: Tensor
@@ -161,10 +148,10 @@ class Taken(NamedTuple):
     """Gradients that a host has handed over.
 
     Attributes:
-        gradients: Of weights, by number.
-        memory: What is counted of the stage's memory: of each quantity what it is now, and at the most.
+        gradients: Gradients of weights, by number.
+        memory: Present value and maximum of each counted quantity of the stage's memory.
         busy: Seconds that the stage has computed.
-        padded: The record of a stage that is emulated, or None.
+        padded: Record of an emulated stage, or None.
     """
 
     gradients: Mapping[int, KeptTensor | SparseTensor]
@@ -174,7 +161,7 @@ class Taken(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """The host cannot go on; its last message."""
+    """Last message of a host that cannot go on."""
 
     error: BaseException
 

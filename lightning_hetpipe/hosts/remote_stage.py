@@ -1,8 +1,8 @@
 """A stage at a host: live weights, gradients, optimizer states and versions are there, and its tasks run there.
 
-The live parameters become :class:`~lightning_hetpipe.hosts.remote_tensor.RemoteTensor`s, and stay the same objects: the
-user's optimizer, clipping, callbacks and hooks work with them as ever, and what they compute is computed at the host.
-When the stage ends, values come home, and parameters are what they were.
+The live parameters become :class:`~lightning_hetpipe.hosts.remote_tensor.RemoteTensor`s, and stay the same objects. The
+user's optimizer, clipping, callbacks and hooks work with them as ever, and their operators run at the host. When the
+stage ends, values come home, and parameters are plain again.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from lightning_hetpipe.torch_private.subclasses import take_in_foreach
 
 
 class HostLost(VirtualWorkerLost):
-    """The process of a stage has ended while it was needed."""
+    """Error: the process of a stage has ended while it was needed."""
 
 
 LOST: tuple[type[Exception], ...] = (HostLost, *STAYING.values())
-"""Errors that say that a host cannot go on."""
+"""Errors by which a host cannot go on."""
 
 
 class RemoteStash(VersionedLayers):
-    """Versions of a stage's live ``layers``, which its host keeps; ``hold`` has the host hold a tensor of one."""
+    """Versions of a stage's live ``layers`` at its host. ``hold`` makes the host hold a tensor of a version."""
 
     def __init__(self, layers: nn.ModuleList, hold: Callable[[Reading, int], Handle]) -> None:
         super().__init__(layers)
@@ -66,32 +66,32 @@ class RemoteStash(VersionedLayers):
         return RemoteTensor(self._hold(weights, index), self.parameters[index])
 
     def let_go(self) -> None:
-        """Nothing of it is here."""
+        """Do nothing: the host has the memory."""
 
 
 class _RemoteStream(Stream):
     """Stream of a stage that computes elsewhere."""
 
     def show(self, busy: float) -> None:
-        """Show the seconds that it has computed there."""
+        """Set the busy seconds to the host's."""
         self._busy = busy
 
 
 class RemoteStage(Stage):
-    """The stage, as the process of Lightning's loop has it.
+    """The stage at a host, as the process of Lightning's loop sees it.
 
     Args:
         connect: Connects to the host.
-        accelerators: Number and name, on the host's machine, of the accelerator that the stage is on, then of that of
-            each member of its group; none for a CPU.
-        arguments: Of :class:`~lightning_hetpipe.pipeline.stage.Stage`. The device is a CPU: as such this process sees
-            the host's.
+        accelerators: Number and name, on the host's machine, of the stage's accelerator and of each group member's, or
+            empty.
+        arguments: Arguments of :class:`~lightning_hetpipe.pipeline.stage.Stage`. This process sees the host's device as
+            a CPU.
     """
 
     emulation: Emulation | None = None
-    """Emulation of the stages of this virtual worker, where their devices are not here."""
+    """Emulation of the stages of this virtual worker, if their devices are not here."""
     whose = ""
-    """Name of its virtual worker, where there are several, as the end of its own."""
+    """Name of its virtual worker, if there are several, as the end of the stage's name."""
 
     def __init__(
         self, connect: Callable[[], HostConnection], accelerators: Sequence[tuple[int, str]], **arguments: Any
@@ -110,14 +110,14 @@ class RemoteStage(Stage):
         self._is_over = False  # nothing comes any more
         self._memory = HostMemory(self._send, self._begin, self._await, accelerates=bool(self._accelerators))
         self.holder = HostHolder(self._memory, self._end_silent)
-        """The host, for the weights that it has."""
+        """The host as the holder of its weights."""
         name = f"hetpipe-stage-{arguments['index']}-results"
         self._receiver = threading.Thread(target=self._receive, name=name, daemon=True)
         self._host = connect()
         try:
             super().__init__(**arguments)
         except BaseException:
-            self.close()  # nobody else knows of it yet
+            self.close()  # nobody else can close it yet
             raise
         self.stream = self._busy = _RemoteStream()
         if self._accelerators:
@@ -146,11 +146,11 @@ class RemoteStage(Stage):
         self._is_set_up = True
 
     def await_host(self) -> None:
-        """Wait until the host has done all that it was told so far.
+        """Wait until the host has done all orders so far.
 
         Raises:
             SettingError: if the host has no such device.
-            torch.OutOfMemoryError: if that has no room for the weights.
+            torch.OutOfMemoryError: if the device has no room for the weights.
         """
         self._memory.bring(())
 
@@ -161,7 +161,7 @@ class RemoteStage(Stage):
                     self._come_home()
         finally:
             if self._receiver.ident is not None and self._watchdog.given_up is not None:
-                self._host.kill()  # it may be stopped; whoever waits for its answers is told
+                self._host.kill()  # it may be stopped, and threads that wait for its answers get an error
             self._host.wire.end()
 
     def join(self, seconds: float) -> bool:
@@ -184,11 +184,11 @@ class RemoteStage(Stage):
     # Weights.
 
     def has(self, parameter: Tensor) -> bool:
-        """Tell whether the host has ``parameter``."""
+        """Return True if the host has ``parameter``."""
         return isinstance(parameter, RemoteTensor) and parameter.handle.owner is self._memory
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Have the states that ``optimizers`` keep of its weights at the host, too."""
+        """Move the states that ``optimizers`` keep of its weights to the host."""
         own = set(self._moved)
         for optimizer in optimizers:
             for parameter, state in optimizer.state.items():
@@ -219,10 +219,9 @@ class RemoteStage(Stage):
         if self._accelerators:
             own, *members = self._accelerators
             self._memory.tell("use_device", self._host.name, own, members)
-            self._memory.bring(())  # before any weight leaves this process for a host that has no such device
+            self._memory.bring(())  # fails before any weight leaves for a host without the device
 
     def _move_out(self) -> None:
-        """Have the live weights at the host."""
         every = nn.ModuleList([layer.module for layer in self.layers]).parameters()
         own = [parameter for parameter in every if not isinstance(parameter, RemoteTensor)]
         for parameter in own:
@@ -230,7 +229,7 @@ class RemoteStage(Stage):
         self._moved += own
 
     def _come_home(self) -> None:
-        """Have all values in this process: weights, gradients, the optimizers' states, and what else is of use."""
+        """Bring all values into this process: weights, gradients, optimizer states, and other tensors in use."""
         self._memory.close()
         for tensor in [*self._memory.tensors.values()]:
             if isinstance(tensor, RemoteTensor) and tensor.handle.owner is None and _is_leaf(tensor):
@@ -240,7 +239,7 @@ class RemoteStage(Stage):
         return layers_as_data(self.layers, self._in_message)
 
     def _in_message(self, tensor: Tensor) -> Any:
-        """Give what stands for ``tensor`` in a message: the number of what the host has, else its value."""
+        """Return ``tensor`` as it is in a message: its number if the host has it, otherwise its value."""
         if isinstance(tensor, RemoteTensor) and tensor.handle.owner is self._memory:
             return tensor.handle.name
         return local(tensor).detach()
@@ -249,7 +248,7 @@ class RemoteStage(Stage):
         return RemoteStash(layers, self._hold)
 
     def _hold(self, weights: Reading, index: int) -> Handle:
-        """Have the host hold the tensor of parameter ``index`` in ``weights``, by the number of what this gives."""
+        """Make the host hold parameter ``index`` in ``weights``, under the number of the returned handle."""
         handle = self._memory.new()
         self._memory.tell("hold", weights, index, handle.number)
         return handle
@@ -299,12 +298,12 @@ class RemoteStage(Stage):
     # Other hosts.
 
     def listen(self, secret: str) -> int:
-        """Have the host let in those of other stages that show ``secret``; gives its port."""
+        """Let hosts of other stages with ``secret`` connect to the host. Return its port."""
         port: int = self._memory.ask("listen", secret)
         return port
 
     def hand_over(self, *hosts_and_segments: Any) -> list[str | None]:
-        """Have the host call ``PeerHosts.connect``; gives for each other host why it cannot be reached, or None."""
+        """Make the host call ``PeerHosts.connect``. Return for each other host why it cannot be reached, or None."""
         reasons: list[str | None] = self._memory.ask("hand_over", self.index, *hosts_and_segments)
         return reasons
 
@@ -331,11 +330,11 @@ class RemoteStage(Stage):
             self._done(Failure(message.minibatch, SettingError(f"{error}; leave stage_hosts out")), None)
 
     def _variants(self) -> list[int]:
-        """Number of variants of each layer's graph."""
+        """Return the number of variants of each layer's graph."""
         return [len(layer.module.code.graphs) for layer in self.layers if isinstance(layer.module, GraphLayer)]
 
     def _send_variants(self) -> None:
-        """Send graphs that were made since the last ones were sent."""
+        """Send graphs that are not at the host yet."""
         if self._variants() == self._known:
             return
         with self._adding:
@@ -361,10 +360,8 @@ class RemoteStage(Stage):
         return result
 
     def _await(self, result: Future[Any]) -> Any:
-        """Wait for a result, which a host gives at once, whatever its stage computes.
-
-        Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time.
-        """
+        """Wait for a result, which a host gives at once, whatever its stage computes. Lightning's thread holds the lock
+        over user code meanwhile, so the watchdog does not count this time."""
         since = time.monotonic()
 
         def ready(seconds: float) -> bool:
@@ -380,7 +377,7 @@ class RemoteStage(Stage):
         return result.result()
 
     def _end_silent(self, seconds: float) -> Exception:
-        """End the host, which has not answered for so many ``seconds``; gives the error that says so."""
+        """End the host, which has not answered for ``seconds``. Return the error."""
         self._lost = f"has not answered for {seconds:g} s, and was ended"
         self._host.kill()
         return self._host_lost()
@@ -404,7 +401,7 @@ class RemoteStage(Stage):
                 message = self._host.wire.receive()
             except (EOFError, NotPlain):
                 break
-            except Exception as unfit:  # such as want of memory for what has come
+            except Exception as unfit:  # such as lack of memory for a message
                 self._lost = f"has sent what could not be taken ({type(unfit).__name__}: {unfit})"
                 self._host.wire.end()
                 break

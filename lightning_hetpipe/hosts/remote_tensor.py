@@ -1,18 +1,17 @@
 """Tensors whose values are at a host: each operator on them runs there, in the order in which it is called here.
 
-So weights, gradients and optimizer states of a stage lie where the stage is, and whoever works with them here need not
-know: an optimizer, gradient clipping, a loss scaler, a callback that averages weights, a hook. What an operator gives
-stays at the host, too; only what is asked for as a number, printed, pickled or put into a tensor of this process comes.
+So weights, gradients and optimizer states of a stage lie where the stage is. Their users here need not know: an
+optimizer, gradient clipping, a loss scaler, a callback that averages weights, a hook. Results of operators stay at the
+host. Values come here only if they are asked for as numbers, printed, pickled or put into a tensor of this process.
+Sizes alone decide where an operator runs, never values:
 
-Which operators run where is decided by sizes alone, never by values:
+- An operator that writes runs where it writes. An operator on several lists of tensors (``_foreach_...``) runs in
+  parts.
+- An operator that draws random numbers, or whose sizes depend on values, runs here.
+- Any other operator runs where most of its bytes are, or at a host with an accelerator if one of its tensors is there.
 
-- an operator that writes runs where it writes; one on several lists of tensors (``_foreach_...``) in parts;
-- any other runs where most of its bytes are, but at a host that has an accelerator if one of its tensors is there;
-- one that draws random numbers, or whose sizes depend on values, runs here.
-
-Tensors that lie elsewhere go there for it. On CPUs results have the same bits wherever they are computed.
-
-For this process a tensor at a host is on the CPU, whatever it is on there.
+Tensors that lie elsewhere are copied for it. On CPUs results have the same bits wherever they are computed. This
+process sees a tensor at a host as on the CPU, whatever its device there.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ from lightning_hetpipe.torch_private.subclasses import as_plain, exchange, make_
 
 
 class RemoteTensor(Tensor):
-    """A tensor at a host.
-
-    Args:
-        like: A tensor of its sizes, strides and dtype.
-    """
+    """A tensor at a host. ``like`` is a tensor of its sizes, strides and dtype."""
 
     handle: Handle
 
@@ -93,14 +88,14 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     is_parameter = isinstance(tensor, nn.Parameter)
     made = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
     memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
-    if tensor.grad is not None and not is_parameter:  # as torch copies a parameter without its gradient
+    if tensor.grad is not None and not is_parameter:  # torch copies a parameter without its gradient
         own = isinstance(tensor.grad, RemoteTensor)  # within this function, torch would not ask for another one
         made.grad = _copied(tensor.grad, memo) if own else copy.deepcopy(tensor.grad, memo)
     return made
 
 
 def _here(name: str) -> Callable[..., Any]:
-    """The method of that name, of a tensor's value."""
+    """Make the function that calls method ``name`` of a tensor's value."""
 
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(local(tensor), name)(*args, **kwargs)
@@ -116,20 +111,16 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.__repr__: lambda tensor, tensor_contents=None: repr(local(tensor)),
     **{getattr(Tensor, name): _here(name) for name in _VALUES},
 }
-"""Functions that are no operators, and what runs in place of them."""
+"""Replacements of functions that are no operators."""
 
 
 def remote(value: Tensor, memory: HostMemory) -> RemoteTensor:
-    """``value`` at the host of ``memory``.
-
-    Raises:
-        NotPlain: for a tensor that cannot be sent.
-    """
+    """Move ``value`` to the host of ``memory``. Raise NotPlain if the tensor cannot be sent."""
     return RemoteTensor(memory.put(value.detach()), value)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The value of ``tensor``, in this process: a copy of one that is at a host; of a parameter a parameter."""
+    """Return the value of ``tensor`` in this process. A tensor at a host is copied, a parameter as a parameter."""
     if not isinstance(tensor, RemoteTensor):
         return tensor
     found = tensor.handle.bring()
@@ -139,7 +130,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def move_out(parameter: nn.Parameter, memory: HostMemory) -> None:
-    """Have ``parameter`` and its gradient be at the host of ``memory``, for whoever refers to them."""
+    """Move ``parameter`` and its gradient to the host of ``memory``, for all references to them."""
     moved, gradient = nn.Parameter(remote(parameter, memory), parameter.requires_grad), parameter.grad
     exchange(parameter, moved)
     memory.tensors[id(parameter)] = parameter
@@ -148,7 +139,7 @@ def move_out(parameter: nn.Parameter, memory: HostMemory) -> None:
 
 
 def come_home(tensor: Tensor) -> None:
-    """Have a leaf, whose host has ended, be a tensor of this process, for whoever refers to it; its gradient, too."""
+    """Make a leaf, whose host has ended, and its gradient tensors of this process, for all references to them."""
     value, gradient = local(tensor).detach(), tensor.grad
     is_parameter, wanted = isinstance(tensor, nn.Parameter), tensor.requires_grad
     exchange(tensor, nn.Parameter(value, wanted) if is_parameter else value.requires_grad_(wanted))
@@ -163,10 +154,10 @@ class _Operator:
 
     Attributes:
         writes: Places and names of arguments that it changes.
-        gives: For each result the place and name of the argument that it is, or None for a new tensor; None where it
-            gives other values than tensors.
+        gives: Place and name of the argument that each result is, or None for a new tensor. None if it returns no
+            tensors.
         is_local: Whether it runs in this process.
-        on_lists: Whether each of its arguments that are lists has one value for each tensor.
+        on_lists: Whether each list among its arguments has one value for each tensor.
     """
 
     writes: Sequence[tuple[int, str]]
@@ -195,7 +186,7 @@ def _facts(func: OperatorOverload) -> _Operator:
 
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-"""Operators that give the tensor that they are given."""
+"""Operators that return their argument."""
 
 _NO_SIZES: Any = object()
 _SIZES: dict[Any, Any] = {}
@@ -239,7 +230,7 @@ def _written(facts: _Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _most(tensors: Sequence[Tensor], *, prefers_hosts: bool) -> HostMemory | None:
-    """Memory that has most bytes of ``tensors``; None is this process's."""
+    """Return the memory with most bytes of ``tensors``, or None for this process's."""
     sizes: dict[HostMemory | None, int] = {}
     for tensor in tensors:
         owner = _owner(tensor)
@@ -250,7 +241,7 @@ def _most(tensors: Sequence[Tensor], *, prefers_hosts: bool) -> HostMemory | Non
 
 
 def _places(args: Sequence[Any]) -> dict[HostMemory | None, list[int]]:
-    """Numbers of the tensors of the first list of them, by place."""
+    """Return the numbers of the tensors in the first list among ``args``, by place."""
     first = next((each for each in args if isinstance(each, list | tuple) and each), ())
     found: dict[HostMemory | None, list[int]] = {}
     for number, tensor in enumerate(first):
@@ -265,7 +256,7 @@ def _in_parts(
     kwargs: Mapping[str, Any],
     places: Mapping[HostMemory | None, Sequence[int]],
 ) -> Any:
-    """Run ``func`` on the tensors of each place by themselves."""
+    """Run ``func`` separately on the tensors of each place."""
     count = sum(map(len, places.values()))
     found: list[Any] = [None] * count
     gives: Any = None
@@ -283,7 +274,7 @@ def _in_parts(
 
 
 def _locally(func: OperatorOverload, facts: _Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``func`` here, on values that are brought, and send back what it has changed."""
+    """Run ``func`` here, on values brought here, and send back what it has changed."""
     brought: dict[int, tuple[RemoteTensor, Tensor]] = {}
 
     def here(leaf: Tensor) -> Tensor:
@@ -304,7 +295,6 @@ def _locally(func: OperatorOverload, facts: _Operator, args: Sequence[Any], kwar
 def _remotely(
     func: OperatorOverload, facts: _Operator, memory: HostMemory | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run ``func`` at the host of ``memory``."""
     assert memory is not None
     waits = True
 
@@ -348,7 +338,7 @@ def _remotely(
 
 
 def _sizes(func: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Tensors without values that look as those which ``func`` gives; ``_NO_SIZES`` where nobody can tell."""
+    """Return tensors without values that look like the results of ``func``, or ``_NO_SIZES`` if unknown."""
     key: Any = func, _looks(args), _looks([*kwargs.items()])
     try:
         found = _SIZES.get(key)
@@ -366,7 +356,7 @@ def _sizes(func: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _looks(values: Sequence[Any]) -> Any:
-    """Key of arguments, of tensors by all but their values."""
+    """Return the key of arguments: tensors without their values."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -379,7 +369,7 @@ def _looks(values: Sequence[Any]) -> Any:
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with each tensor in it changed."""
+    """Apply ``change`` to each tensor in ``value``."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -391,11 +381,7 @@ _SENT = (int, float, str, torch.dtype, torch.layout, torch.memory_format, torch.
 
 
 def _sent(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` as it is sent, with each tensor in it changed.
-
-    Raises:
-        NotPlain: for what cannot be sent.
-    """
+    """Return ``value`` in the form for sending, after ``change`` of its tensors, or raise NotPlain."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):

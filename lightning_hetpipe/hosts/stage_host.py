@@ -1,4 +1,4 @@
-"""A host: one stage, in a process that runs nothing of the user's.
+"""A host: one stage, in a process that runs none of the user's code.
 
 It has the stage's layers as graphs, and its weights with their gradients, optimizer states and versions. All messages
 come from the process of Lightning's loop, with which it ends.
@@ -60,7 +60,7 @@ _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def modes() -> list[Any]:
-    """Settings of torch that belong to a process, and on which results depend."""
+    """Return the process's settings of torch on which results depend."""
     backends: Any = torch.backends
     return [
         _matmul_precision(),
@@ -74,12 +74,12 @@ def modes() -> list[Any]:
 
 
 def set_modes(modes: Sequence[Any]) -> None:
-    """Have the settings of the process that :func:`modes` were read in."""
+    """Apply settings from :func:`modes`."""
     backends: Any = torch.backends
     precision, flushes, deterministic, warn_only, mkldnn, attention, attributes = modes
     if precision is not None:
         torch.set_float32_matmul_precision(precision)
-    torch.set_flush_denormal(flushes)  # of this thread, and those that it starts
+    torch.set_flush_denormal(flushes)  # of this thread and the threads that it starts
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     backends.mkldnn.set_flags(mkldnn)
     for way, each in zip(_ATTENTION, attention, strict=True):
@@ -90,31 +90,27 @@ def set_modes(modes: Sequence[Any]) -> None:
 
 
 def _matmul_precision() -> str | None:
-    """Precision of products of matrices; None where it was set by ``torch.backends``, which torch refuses to mix."""
+    """Return the precision of matrix products, or None if ``torch.backends`` set it, which torch refuses to mix."""
     with suppress(RuntimeError):
         return torch.get_float32_matmul_precision()
     return None
 
 
 def _flushes_denormals() -> bool:
-    """Return True if this thread takes numbers that are not normal for zero, which torch only lets one set."""
+    """Return True if this thread treats subnormal numbers as zero. Torch has only a function to set this."""
     return not torch.tensor([torch.finfo(torch.float32).tiny]).mul(0.5).item()
 
 
 class HostedStage(Stage):
-    """The stage, at its host.
-
-    Args:
-        forget: Has hosts of other stages forget what they were given of a minibatch, behind all that was done so far.
-        arguments: Those of ``Stage``.
-    """
+    """The stage at its host. ``forget`` makes hosts of other stages forget what they got of a minibatch, after all
+    earlier work. ``arguments`` are those of ``Stage``."""
 
     def __init__(self, forget: Callable[[int], None], **arguments: Any) -> None:
         self._have_forgotten = forget
         super().__init__(**arguments)
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
-        """Have other layers, before the pipeline starts."""
+        """Replace the layers, before the pipeline starts."""
         self.layers = [*layers]
         self.copy_layers()
 
@@ -124,12 +120,8 @@ class HostedStage(Stage):
 
 
 class Host:
-    """The host at one end of ``wire``.
-
-    Args:
-        security: Certificates and token for its calls of servers, and for its peers.
-        host: Of the address at which peers find it.
-    """
+    """The host at one end of ``wire``. ``security`` has certificates and token for its calls of servers, and for its
+    peers, which find it at the address ``host``."""
 
     def __init__(self, wire: Wire, security: Security, host: str) -> None:
         self._wire = wire
@@ -155,20 +147,17 @@ class Host:
             "call_server": self._call_server,
             "set_up": self._set_up,
         }
-        """Methods that the other process may call; once the stage is set up, its methods are among them."""
+        """Methods that the other process may call, among them the stage's once it is set up."""
 
     def run(self) -> bool:
-        """Do what messages ask for, until none comes any more; False if that could not be done.
-
-        What is sent has a thread of its own, so that whoever waits until this process takes a message never waits for
-        one that this process has for itself.
-        """
+        """Obey messages until none comes any more. Return False after an error. Messages are sent by a thread of their
+        own. So a process that waits until this one takes a message never waits for a message that this one sends."""
         torch.set_num_threads(1)
         keep_freed_memory()
         sender = threading.Thread(target=self._send, name="hetpipe-host-sender", daemon=True)
         sender.start()
         with suppress(EOFError), self._undo as undo:
-            undo.callback(sender.join, SENDING)  # else the process could end before its last message is sent
+            undo.callback(sender.join, SENDING)  # otherwise the process could end before its last message is sent
             undo.callback(self._answers.put, None)
             undo.callback(self._calls.close)
             undo.callback(self._peers.close)
@@ -263,12 +252,12 @@ class Host:
         return stage
 
     def _begin(self, stage: HostedStage, version: Version, forwards: int) -> None:
-        """Have the pipeline start empty at ``version``."""
+        """Start with an empty pipeline at ``version``."""
         stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
         stage.begin(version.replaced(self._held.found), forwards)
 
     def _take(self, stage: Stage, minibatch: int, numbers: Sequence[int]) -> orders.Taken:
-        """Hand over the gradients of ``minibatch``; keep each under the one of ``numbers`` that is its weight's."""
+        """Hand over the gradients of ``minibatch``. Keep each under its weight's number among ``numbers``."""
         taken = stage.take(minibatch)
         found = taken.gradients
         for event in taken.events:
@@ -281,24 +270,24 @@ class Host:
     def _keep(
         self, gradients: dict[int, Tensor], numbers: Sequence[int]
     ) -> dict[int, orders.KeptTensor | orders.SparseTensor]:
-        """Hold ``gradients`` under ``numbers``; gives their looks."""
+        """Hold ``gradients`` under ``numbers``. Return their looks."""
         looks: dict[int, orders.KeptTensor | orders.SparseTensor] = {}
         taken: set[int | None] = set()
         for number, each in gradients.items():
             if each.layout is torch.strided:
-                if (memory := address_of(each)) in taken:  # autograd may give one tensor to several
+                if (memory := address_of(each)) in taken:  # autograd may use one tensor for several gradients
                     each = each.clone(memory_format=torch.preserve_format)
                 taken.add(memory)
                 self._held.put(numbers[number], each)
                 looks[number] = orders.KeptTensor(each.dtype, list(each.shape), list(each.stride()))
             else:
                 sparse = move(each, CPU)
-                indices, values = strided_parts(sparse)  # also of one that is not coalesced
+                indices, values = strided_parts(sparse)  # even of a tensor that is not coalesced
                 looks[number] = orders.SparseTensor(indices, values, list(sparse.shape), sparse.is_coalesced())
         return looks
 
     def _found(self, held: Any) -> Tensor:
-        """The tensor that is called ``held`` in layers as data."""
+        """Return the tensor that is called ``held`` in layers as data."""
         assert isinstance(held, orders.Held)
         return self._held.get(held.number).data  # whose changes in place are not counted in graphs
 
@@ -314,7 +303,7 @@ class Host:
                     continue
                 self._wire.send(self._peers.hand_over(self._device.brought(message)))
             except OSError:
-                return  # nobody is there any more, which the other thread finds out, too
+                return  # the other process is gone, which the other thread finds out as well
             except Exception as error:
                 number = getattr(message, "minibatch", None)  # an answer has none
                 broken = orders.Broken(error)
@@ -323,5 +312,5 @@ class Host:
 
 @contextmanager
 def _alone(number: int, who: str) -> Iterator[None]:
-    """This process computes nothing else."""
+    """Context manager that does nothing, because this process computes nothing else."""
     yield

@@ -1,4 +1,4 @@
-"""Stages that a plan has on other machines than the last one, each of which has its host there."""
+"""Stages that a plan places on other machines than the last stage. Each has its host there."""
 
 from __future__ import annotations
 
@@ -28,13 +28,8 @@ from lightning_hetpipe.server.transport.security import Security, is_loopback, j
 
 
 class StageElsewhere(NamedTuple):
-    """Place of a stage on another machine.
-
-    Attributes:
-        node: Name of the machine in the plan.
-        accelerators: Number and name, on that machine, of the accelerator that the stage is on, and then of each member
-            of its group; empty for a CPU.
-    """
+    """Place of a stage on another machine. ``node`` is the machine's name in the plan. ``accelerators`` are number and
+    name, on that machine, of the stage's accelerator and then of each group member's, or empty for a CPU."""
 
     address: str
     node: str
@@ -42,12 +37,12 @@ class StageElsewhere(NamedTuple):
 
 
 class StagesApart:
-    """Makes stages, and knows those on other machines.
+    """A maker of stages, which knows the stages on other machines.
 
     Args:
-        places: Places of stages on other machines, by their numbers.
-        emulation: Of the stages, where their devices are not here.
-        worker: Number of the virtual worker; None where there is but one.
+        places: Places of stages on other machines, by number.
+        emulation: Emulation of the stages, if their devices are not here.
+        worker: Number of the virtual worker, or None if there is only one.
     """
 
     def __init__(
@@ -64,12 +59,12 @@ class StagesApart:
         self._apart_from: dict[tuple[int, int], str] = {}
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Have states of ``optimizers`` where their weights are."""
+        """Move states of ``optimizers`` to their weights."""
         for stage in self._stages:
             stage.adopt(optimizers)
 
     def holder(self, channel: Channel, parameter: Tensor) -> WeightHolder:
-        """The holder of ``parameter``, where it is to be sent to the server that ``channel`` leads to."""
+        """Return the holder of ``parameter`` for sending it to the server of ``channel``."""
         stage = self._owner(parameter)
         if stage is None:
             return HERE
@@ -82,7 +77,7 @@ class StagesApart:
         return HERE
 
     def machine(self, parameter: Tensor) -> str:
-        """The machine that has ``parameter``, as the host of its address; empty for this one."""
+        """Return the machine that has ``parameter``, as the host of its address, or "" for this machine."""
         stage = self._owner(parameter)
         return "" if stage is None else self._machine(stage)
 
@@ -93,8 +88,7 @@ class StagesApart:
         return split(self._places[stage.index].address)[0]
 
     def close(self) -> None:
-        """End the hosts."""
-        with ExitStack() as ends:  # of all, also where one fails
+        with ExitStack() as ends:  # all end, even if one fails
             for stage in reversed(self._stages):
                 ends.callback(stage.close)
 
@@ -121,10 +115,10 @@ class StagesApart:
         return stage
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Refuse a stage that is planned for another machine, and is here; wait until hosts have the others' weights.
+        """Refuse a stage here that is planned for another machine, and wait until hosts have the other stages' weights.
 
         Raises:
-            SettingError: as it holds the loss, or a host has not got a device.
+            SettingError: if a stage for another machine holds the loss, or a host lacks a device.
             torch.OutOfMemoryError: if a device has no room for the weights.
         """
         for index in self._places:
@@ -136,12 +130,12 @@ class StagesApart:
         self.await_hosts()
 
     def await_hosts(self) -> None:
-        """Wait until all hosts have done what they were told so far."""
+        """Wait until all hosts have done all orders so far."""
         for stage in self._stages:
             stage.await_host()
 
     def join(self, engine: Engine) -> None:
-        """Have hosts on other machines hand activations and gradients over to each other, where they can."""
+        """Connect hosts on other machines that can hand activations and gradients over to each other."""
         followers, away = (engine.following, engine.preceding), {stage.index: stage for stage in self._stages}
         listening: dict[int, tuple[str, str]] = {}
         for stage in self._stages:
@@ -163,7 +157,7 @@ class StagesApart:
             self._apart_from.update({(stage.index, other): why for other, why in reasons if why is not None})
 
     def tell_unreached(self) -> None:
-        """Say what goes by this process, once hosts were joined, and :meth:`holder` was asked for all weights."""
+        """Log what goes by way of this process. Called after :meth:`join`, and :meth:`holder` for all weights."""
         for (index, other), why in self._apart_from.items():
             rank_zero_info(
                 f"hetpipe: what stage {index} gives to stage {other} goes by way of this process, as its host cannot"
@@ -176,7 +170,7 @@ class StagesApart:
             )
 
     def tell(self) -> None:
-        """Say where stages on other machines are, once for all virtual workers."""
+        """Log where stages on other machines are."""
         if self._places:
             told = "; ".join(f"stage {index} is at {address}" for index, (address, *_) in self._places.items())
             rank_zero_info(f"hetpipe: {told}")

@@ -1,4 +1,4 @@
-"""Autocast state at the call of a piece. It belongs to a thread, and stages run in threads of their own."""
+"""Autocast state at the call of a piece. It belongs to a thread, and stages have threads of their own."""
 
 from __future__ import annotations
 
@@ -12,35 +12,30 @@ import torch
 
 @dataclass(frozen=True)
 class Autocast:
-    """The state of autocast in one place.
-
-    Attributes:
-        dtypes: For each type of device, the dtype where autocast is on; None where it is off.
-        cache: Whether cast weights are kept within it.
-    """
+    """The state of autocast in one place. ``dtypes`` has the dtype for each type of device, or None if autocast is off.
+    ``cache`` tells whether cast weights are kept."""
 
     dtypes: tuple[tuple[str, torch.dtype | None], ...]
     cache: bool
 
     @staticmethod
     def current() -> Autocast:
-        """Read the state of this thread."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         dtypes = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
         return Autocast(tuple(zip(kinds, dtypes, strict=True)), torch.is_autocast_cache_enabled())
 
     def as_on_cpu(self, kind: str) -> Autocast:
-        """The same for devices of another ``kind``, whose state is that of the CPU unless autocast is on for them."""
+        """Return the state for devices of another ``kind``: the CPU's state, unless autocast is on for them."""
         dtypes = dict(self.dtypes)
         return replace(self, dtypes=tuple({**dtypes, kind: dtypes.get(kind) or dtypes.get("cpu")}.items()))
 
     def opened(self, *, alone: bool = True) -> AbstractContextManager[None]:
-        """Lets it hold in this thread, whatever does so far.
+        """Open this state in this thread, whatever its present state.
 
-        Torch's cache of cast weights belongs to the process, and whoever leaves autocast clears it. So unless this
-        thread is ``alone``, nothing is kept, not even by layers that open autocast themselves: gradients of a weight
-        that is used again would depend on timing.
+        Torch's cache of cast weights belongs to the process, and any thread that leaves autocast clears it. So unless
+        this thread is ``alone``, nothing is kept, not even by layers that open autocast themselves. Otherwise gradients
+        of a weight with several uses would depend on timing.
         """
         differs = [(kind, dtype) for kind, dtype in self.dtypes if dtype is not None or torch.is_autocast_enabled(kind)]
         return _Opened(differs, self.cache and alone, alone)

@@ -1,10 +1,10 @@
 """A segment's buffers, such as BatchNorm's statistics (law L9).
 
-Buffers are not stashed like weights but follow the forwards, in order of p: forward p starts from what forward p - 1
-left, and where a minibatch calls a piece several times, each call from what the one before it left. Each of the last Nm
-minibatches keeps its own, so that version p can show outsiders what its last call left while later forwards have run
-already, and so that a backward finds the buffers that its forward used. To compute a forward again takes what it
-started from, which is kept for as long.
+Buffers are not stashed like weights but follow the forwards, in order of p. Forward p starts from what forward p - 1
+left. If a minibatch calls a piece several times, each call starts from what the call before left. Each of the last Nm
+minibatches keeps its own buffers. So version p can show observers what its last call left while later forwards have run
+already, and a backward finds the buffers that its forward used. To compute a forward again, its initial buffers are
+kept as long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Place = tuple[nn.Module, str]
 
 
 def places(layers: Iterable[nn.Module]) -> list[Place]:
-    """Every buffer in ``layers`` that holds a tensor; a shared module's once."""
+    """Return every buffer in ``layers`` that holds a tensor, in a shared module only once."""
     return [
         (module, name)
         for module in nn.ModuleList(layers).modules()
@@ -34,41 +34,39 @@ def places(layers: Iterable[nn.Module]) -> list[Place]:
 
 
 def bind(places: Iterable[Place], tensors: Iterable[Tensor]) -> None:
-    """Let ``places`` hold ``tensors``."""
     for (module, name), tensor in zip(places, tensors, strict=True):
         setattr(module, name, tensor)
 
 
 def may_change(module: nn.Module, name: str) -> bool:
-    """Return True if a forward may change this buffer, as far as its module tells (a graph does)."""
+    """Return True if a forward may change this buffer. Only a graph tells, so other modules' buffers may change."""
     return not isinstance(module, GraphLayer) or name in module.code.changes
 
 
 class Buffers:
-    """The buffers of one segment's ``layers``: those of the last Nm minibatches on ``device``, where forwards run."""
+    """The buffers of one segment's ``layers`` for the last Nm minibatches, on ``device``, where forwards run."""
 
     def __init__(self, layers: Sequence[nn.Module], in_flight: int, device: torch.device) -> None:
         self._names = [_told(module, name) for module, name in places(layers)]
         self._left = [[tensor_at(place).to(device, copy=True) for place in places(layers)] for _ in range(in_flight)]
 
     def begin(self, minibatch: int, live: Sequence[Tensor]) -> None:
-        """Takes the ``live`` buffers as what forward ``minibatch`` left: the pipeline starts empty behind it."""
+        """Take the ``live`` buffers as what forward ``minibatch`` left, because the pipeline starts empty behind it."""
         left = self._of(minibatch)
         for index, tensor in enumerate(live):
             left[index] = tensor.to(left[index].device, copy=True)
 
     def let_go(self) -> None:
-        """Forgets what forwards have left."""
+        """Release the buffers that forwards left."""
         self._left = [[] for _ in self._left]
 
     def all(self) -> list[Tensor]:
-        """Buffers that Lightning's thread has prepared for the next forwards."""
+        """Return the buffers that Lightning's thread has prepared for the next forwards."""
         return [tensor for left in self._left for tensor in left]
 
     def before_forward(self, minibatch: int, layers: list[Place], call: int = 0) -> None:
-        """Hands to ``layers`` the buffers for a forward of ``minibatch``: copies of what the minibatch before it left,
-        or what its own ``call`` before this one left.
-        """
+        """Give ``layers`` buffers for a forward of ``minibatch``: copies of what the minibatch before it left. If it is
+        not the first ``call``, give the buffers that the minibatch's own call before left."""
         if not self._names:
             return
         own, previous = self._of(minibatch), self._of(minibatch - 1)
@@ -81,20 +79,19 @@ class Buffers:
         self.bind(minibatch, layers)
 
     def copied(self, minibatch: int) -> list[Tensor]:
-        """Copies of the buffers that a forward of ``minibatch`` is about to start from."""
+        """Return copies of the buffers from which a forward of ``minibatch`` is about to start."""
         return [tensor.clone() for tensor in self._of(minibatch)]
 
     def bind(self, minibatch: int, layers: list[Place]) -> None:
-        """Lets ``layers`` hold the buffers of ``minibatch``."""
         if self._names:
             bind(layers, self._of(minibatch))
 
     def changes(self, minibatch: int) -> list[int]:
-        """Count the in-place changes of each buffer of ``minibatch`` so far."""
+        """Return the number of in-place changes so far of each buffer of ``minibatch``."""
         return [version_counter(tensor) for tensor in self._of(minibatch)] if self._names else []
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
-        """Keeps what a forward of ``minibatch`` left, also where a layer replaced a buffer by a new tensor."""
+        """Keep what a forward of ``minibatch`` left, even if a layer replaced a buffer by a new tensor."""
         if not self._names:
             return
         own = self._of(minibatch)
@@ -104,18 +101,18 @@ class Buffers:
                 own[index] = left.detach()
 
     def left(self, minibatch: int) -> Sequence[Tensor]:
-        """Buffers as ``minibatch`` left them."""
+        """Return the buffers as ``minibatch`` left them."""
         return self._of(minibatch)
 
     def mirror(self, minibatch: int, left: Sequence[Tensor]) -> None:
-        """Hold what the forward of ``minibatch`` has left elsewhere."""
+        """Hold the buffers that the forward of ``minibatch`` left elsewhere."""
         self._left[minibatch % len(self._left)] = [*left]
 
     def publish(self, minibatch: int, live: Sequence[Tensor], *, ahead: bool) -> bool:
-        """Take over what callbacks did to the ``live`` buffers after ``minibatch``: return whether they did anything.
+        """Take over callbacks' changes of the ``live`` buffers after ``minibatch``. Return True if there were any.
 
         Raises:
-            SettingError: for a change, if later forwards run ``ahead``, which may have started from what was there.
+            SettingError: for a change while later forwards run ``ahead``: they may have started from older buffers.
         """
         if not self._names:
             return False

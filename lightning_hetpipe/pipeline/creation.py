@@ -1,9 +1,8 @@
 """The dtype of tensors that layers create, or make of whole numbers.
 
-Torch's default dtype belongs to the whole process, and with ``precision="64-true"`` and the like it is another one
-during ``training_step`` than around it. A stage runs meanwhile, so it cannot ask the process: floating-point numbers
-that its layers create, or make of whole ones (``torch.arange(n) / 3``), without naming a dtype get the one that holds
-in ``training_step``.
+Torch's default dtype belongs to the whole process. With ``precision="64-true"`` and similar settings it differs during
+``training_step``. A stage runs meanwhile, so it cannot ask the process. Its layers may create floating-point numbers,
+or make them of whole ones (``torch.arange(n) / 3``), without naming a dtype. They get the default of ``training_step``.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _CONVERSIONS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tenso
 _CONDITION: dict[Any, int] = {torch.where: 0, Tensor.where: 1}  # the place of the argument that stays a bool
 
 _WHOLE: dict[Any, Any] = {torch.ops.aten.where.Scalar: torch.where}
-"""Operators of graphs that take numbers only, with what takes tensors as well."""
+"""Operators of graphs that take numbers only, with functions that take tensors as well."""
 
 
 def creating(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Within it, this thread's new tensors have ``dtype``, if given, where they would have the default dtype."""
+    """Context manager in which this thread's new tensors have ``dtype``, if given, instead of the default dtype."""
     return _NOTHING if dtype is None else _Creating(dtype)
 
 
@@ -102,7 +101,6 @@ def _is_floating(value: Any) -> bool:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """``value``, or what is in it."""
     if isinstance(value, list | tuple):
         for part in value:
             yield from _flat(part)

@@ -1,4 +1,4 @@
-"""The engine: stages, minibatch runners and the lock over user code, as one thing that begins, submits and publishes.
+"""The engine: stages, minibatch runners and the lock over user code, as one object that begins, submits and publishes.
 
 Lightning's thread drives it and holds the lock over user code except while it waits. The life of minibatch p:
 
@@ -41,18 +41,15 @@ class Engine(RunnerPool[Minibatch]):
     """One virtual worker's pipeline.
 
     Args:
-        pieces, split_points, settings, timeout: As of the base.
         devices: The device of each stage.
-        root: The module of ``training_step``. Its trainable parameters outside the pieces have versions, too.
+        root: The module of ``training_step``. Its trainable parameters outside the pieces have versions as well.
         changing: The ``id`` of each live buffer that forwards change.
-        called: The pieces that ``training_step`` calls, in order; by default each once.
-        planned: The memory of each stage, as its plan has it; by default no limit.
-        versions: Gives the versions from one on, at which the pipeline starts empty; by default of weight stashing.
-        make_stage: Makes the stages that do not hold the loss, of the arguments of :class:`Stage`.
+        called: The pieces that ``training_step`` calls, in order. By default it calls each once.
+        planned: The memory of each stage by its plan. By default there is no limit.
+        versions: Returns the versions from a number on, at which the pipeline starts empty. By default they are
+            stashed.
+        make_stage: Makes the stages without the loss, from the arguments of :class:`Stage`.
         groups: The devices of each stage that has several.
-
-    Attributes:
-        calls: The calls of ``training_step``.
     """
 
     stages: list[Stage]
@@ -100,7 +97,7 @@ class Engine(RunnerPool[Minibatch]):
         ]
         self._recompute, self._buffers = settings.recompute, settings.version_buffers
         self.moves: Callable[[], Moves] = lambda: NO_MOVES
-        """Gives the expected changes of parameters by an optimizer step, where weights are predicted."""
+        """Returns the expected changes of parameters by an optimizer step, if weights are predicted."""
         self._root = root if root is not None else nn.Module()
         self._changing = changing
         self._outside: list[tuple[Live, WeightStash]] = []
@@ -112,10 +109,8 @@ class Engine(RunnerPool[Minibatch]):
     # Lightning's thread.
 
     def begin(self, version: int, forwards: int | None = None) -> None:
-        """The pipeline starts empty at ``version`` v_e, which the live weights are.
-
-        The live buffers have seen the ``forwards`` of minibatches up to that one, by default to that of ``version``.
-        """
+        """Start with an empty pipeline at ``version`` v_e, the live weights. The live buffers have seen the
+        ``forwards`` up to this minibatch, by default up to ``version``."""
         self.discard()
         self._find_weights()
         self.versions = self._versions_from(version)
@@ -131,28 +126,27 @@ class Engine(RunnerPool[Minibatch]):
             stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
 
     def copy_layers(self) -> None:
-        """Copies the live layers anew, as they have changed in other ways than their weights; before :meth:`begin`."""
+        """Copy the live layers anew after changes other than of weights. Called before :meth:`begin`."""
         self.discard()
         for stage in self.stages:
             stage.copy_layers()
         self._find_layers()
 
     def versioned(self) -> set[int]:
-        """The ``id`` of each live parameter that has versions."""
+        """Return the ``id`` of each live parameter that has versions."""
         return set(self._weights.known)
 
     def versioned_tensors(self) -> Mapping[str, Tensor]:
-        """The live weights and buffers, by name, of which minibatches in flight have others."""
+        """Return the live weights and buffers, by name, of which minibatches in flight have other versions."""
         return {found.name: found.live for found in self._weights.memory.values()}
 
     def submit(self, number: int, step: Step) -> None:
-        """Starts minibatch ``number``, the next one."""
         weights = self.versions.reading(number)
         view = ParameterView(self._weights, weights, self.versions.runs_ahead, self.root_device)
         self.launch(Minibatch(self, number, weights, step, view))
 
     def finish(self, number: int) -> Minibatch:
-        """Waits for minibatch ``number``; stages count its gradients until they are :meth:`delivered`."""
+        """Wait for minibatch ``number``. Stages count its gradients until they are :meth:`delivered`."""
         minibatch = super().finish(number)
         found, last = minibatch.gradients, dict[nn.Parameter, Tensor]()
         for weight, sum in minibatch.sums.items():
@@ -171,12 +165,12 @@ class Engine(RunnerPool[Minibatch]):
         return minibatch
 
     def delivered(self, number: int) -> None:
-        """The weights have the gradients of minibatch ``number``, in place of those of the last step."""
+        """Record that weights have the gradients of minibatch ``number``, in place of the last step's."""
         for stage in self.stages:
             stage.delivered(number)
 
     def publish(self, version: int) -> None:
-        """The live weights are ``version`` now: Lightning's step of that number is over, with all its callbacks."""
+        """Make ``version`` of the live weights, after Lightning's step of this number with all its callbacks."""
         needed, moves = self._needed(version)
         with self.computing(), torch.no_grad():  # copying is no user code, and losses must not wait for it
             for stage, live in zip(self.stages, self.live, strict=True):
@@ -185,13 +179,13 @@ class Engine(RunnerPool[Minibatch]):
                 stash.publish(live.version(version, needed, moves))
 
     def _needed(self, version: int) -> tuple[list[Reading], Moves]:
-        """Weights that minibatches use from now on, and what moves on those of ``version``, the newest one."""
+        """Return the weights that minibatches use from now on, and the moves of ``version``, the newest one."""
         needed = self.versions.needed(version)
         moved = any(reading.steps and reading.version == version for reading in needed)
         return needed, self.moves() if moved else NO_MOVES
 
     def show(self, minibatch: Minibatch) -> None:
-        """Makes the live buffers and computed weights what the forward of ``minibatch`` left."""
+        """Set the live buffers and computed weights to what the forward of ``minibatch`` left."""
         for stage, live in zip(self.stages, self.live, strict=True):
             if live.shows:
                 live.show(stage.state(minibatch.number))
@@ -211,7 +205,7 @@ class Engine(RunnerPool[Minibatch]):
             stash.let_go()
 
     def _find_layers(self) -> None:
-        """Finds the live layers of each stage, and which weights are used in several segments."""
+        """Find the live layers of each stage, and the weights that several segments use."""
         self.live = [Live([self._modules(segment) for segment in stage.segments]) for stage in self.stages]
         numbers = [{weight: number for number, weight in enumerate(live.parameters)} for live in self.live]
         self._weights_of = [
@@ -231,10 +225,8 @@ class Engine(RunnerPool[Minibatch]):
         return [self._layers[number].module for number in segment.layers]
 
     def _find_weights(self) -> None:
-        """Makes the stashes of the trainable parameters that no stage holds, one on each device, and finds all stashes.
-
-        Whenever the pipeline starts empty, as there may be other parameters than before.
-        """
+        """Make the stashes of trainable parameters that no stage holds, one on each device, and find all stashes.
+        Called whenever the pipeline starts empty, because there may be new parameters."""
         inside = {id(parameter) for live in self.live for parameter in live.parameters}
         outside: dict[torch.device, list[nn.Parameter]] = {}
         for parameter in self._root.parameters():
@@ -260,7 +252,7 @@ class Engine(RunnerPool[Minibatch]):
     # The runners' side.
 
     def show_buffers(self, number: int, pieces: Collection[int]) -> None:
-        """Makes the live buffers of ``pieces`` what their last call in minibatch ``number`` left, which is alone."""
+        """Set the live buffers of ``pieces`` to what their last call left in minibatch ``number``, which is alone."""
         for stage, live in zip(self.stages, self.live, strict=True):
             if live.shows:
                 stage.stream.synchronize()
@@ -268,19 +260,19 @@ class Engine(RunnerPool[Minibatch]):
                     live.show(stage.state(number), [segment.piece in pieces for segment in stage.segments])
 
     def forward(self, minibatch: Minibatch, call: PieceCall) -> None:
-        """Sends a piece's inputs into the pipeline; its outputs will be delivered to ``minibatch``."""
+        """Send a piece's inputs into the pipeline. Its outputs will be delivered to ``minibatch``."""
         minibatch.calling = call
         event = self.streams.user.record(tensor.device for tensor in call.inputs.tensors)
         self._forward(minibatch, self._of_piece[call.which.piece][0], call.inputs, event)
 
     def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
-        """The outputs of a piece are with the user: if that was the last call, the loss begins."""
+        """Begin the loss if user code has the outputs of the last call of a piece."""
         if call.which is not self._turn.call:
             return None
         return self.stages[self._turn.segment.stage].loss(minibatch.number)
 
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
-        """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
+        """Send gradients of a piece's outputs. The gradients of its inputs will be delivered to ``minibatch``."""
         minibatch.calling = call
         if minibatch.loss is not None:
             minibatch.loss.end(call.collected)
@@ -288,7 +280,7 @@ class Engine(RunnerPool[Minibatch]):
         self._backward(minibatch, self._of_piece[call.which.piece][-1], gradients, call.collected)
 
     def lacking(self) -> str:
-        """Say what all stages hold, where another thread than theirs runs out of memory, and what helps."""
+        """Describe what all stages hold when another thread runs out of memory, and what helps."""
         held = [f"  stage {stage.index} on {stage.place}: {stage.memory.told()}" for stage in self.stages]
         what = "memory ran out in user code or a step of Lightning's; stages held"
         return "\n".join([what, *held, less(self.in_flight, self._recompute)])
@@ -332,7 +324,7 @@ class Engine(RunnerPool[Minibatch]):
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
-    """Refuse buffers on both sides of a split point that may change: forwards would not see them in order of p."""
+    """Refuse changing buffers on both sides of a split point, because forwards would not see them in order of p."""
     owners: dict[int, tuple[str, bool]] = {}
     for layers in parts:
         here: dict[int, tuple[str, bool]] = {}

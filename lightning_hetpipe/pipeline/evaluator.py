@@ -1,7 +1,7 @@
 """A pipeline of forwards only, for evaluation: on the live layers, without gradients.
 
 Weights do not change while it runs, so there are no versions and no copies. User code may call a piece as often as it
-likes, in any order: each call goes through the piece's stages once, and comes back.
+likes, in any order. Each call goes through the piece's stages once, and comes back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LIVE = Reading(0)
 
 
 class EvaluationBatch(BatchInFlight):
-    """A batch that is evaluated, by the user's step for it, ``run``, within ``context``."""
+    """A batch of an evaluation. ``run`` is the user's step for it, within ``context``."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class EvaluationBatch(BatchInFlight):
         self._inference = torch.is_inference_mode_enabled()  # in Lightning's thread, which submits it
         self._gradients = torch.is_grad_enabled()
         self.called: Forward
-        """The call that is on its way."""
+        """The call in progress."""
         self.calls = Counter[int]()
         """Number of calls of each piece so far."""
 
     def call(self, piece: int, name: str, value: Any) -> Any:
-        """Runs piece number ``piece`` in the pipeline on ``value``; called where user code calls the module."""
+        """Run piece number ``piece`` in the pipeline on ``value``, when user code calls the module."""
         self._check_cancelled()
         try:
             output = self._through_pipeline(
@@ -79,13 +79,8 @@ class EvaluationBatch(BatchInFlight):
 
 
 class Evaluator(RunnerPool[EvaluationBatch]):
-    """One virtual worker's evaluation.
-
-    Args:
-        pieces, split_points, settings, timeout: As of the base; layers are the live ones.
-        devices: The device of each stage, on which its layers are.
-        tag: Names this evaluation among those of the run, for its random numbers.
-    """
+    """One virtual worker's evaluation, on live layers that lie on their stages' ``devices``. ``tag`` names it among the
+    evaluations of the run, for random numbers."""
 
     doing = "the evaluation of batch"
     stages: list[ForwardStage]
@@ -119,7 +114,7 @@ class Evaluator(RunnerPool[EvaluationBatch]):
             self._attached.close()
 
     def forward(self, batch: EvaluationBatch, piece: int, value: Any) -> None:
-        """Sends ``value`` into ``piece``; its outputs will be delivered to ``batch``."""
+        """Send ``value`` into ``piece``. The outputs will be delivered to ``batch``."""
         first, ordinal, inference = self._of_piece[piece][0], batch.calls[piece], torch.is_inference_mode_enabled()
         batch.called = Forward(
             batch.number, first.index, value, LIVE, Autocast.current(), call=ordinal, inference=inference
@@ -151,7 +146,7 @@ class ForwardStage(StageThread):
         watchdog, done = evaluator.watchdog, evaluator._done
         super().__init__(name, index, devices[index], stream, settings.torch_threads, watchdog=watchdog, done=done)
         self.calls: list[tuple[str, Callable[..., Any]]] = []
-        """All layers' names, and what to call for each."""
+        """Name and callable of each layer of the model."""
         self._settings = settings
         self._compute_lock = evaluator.compute_lock
         self._layers = layers
@@ -159,8 +154,7 @@ class ForwardStage(StageThread):
         self._devices: list[torch.device] = []
 
     def begin(self, calls: list[tuple[str, Callable[..., Any]]], layers: Sequence[nn.Module]) -> None:
-        """Take ``calls`` of ``layers``, those of all stages, by their names. A tied weight lies on one of its stages'
-        devices."""
+        """Take ``calls`` of all stages' ``layers``, by name. A tied weight lies on only one of its stages' devices."""
         self.calls = calls
         own = nn.ModuleList([layers[number] for numbers in self._layers for number in numbers])
         self._devices = [self.device, *(tensor.device for tensor in (*own.parameters(), *own.buffers()))]
@@ -198,5 +192,4 @@ class ForwardStage(StageThread):
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors on ``device``."""
     return pytree.tree_map_only(Tensor, lambda tensor: move(tensor, device), value)

@@ -1,7 +1,7 @@
-"""Layers as data: the graph of each, with operators by name, and the tensors that it holds.
+"""Layers as data: the graph of each layer, with operators by name, and its tensors.
 
-Whoever decodes it runs no code but torch's operators, a few functions of Python's and ours, and arithmetic: each of
-these is known by a name in a table, or is an operator that torch has registered.
+Decoding runs only torch's operators, a few functions of Python's and ours, and arithmetic. A table names each of them,
+or torch has registered it as an operator.
 """
 
 from __future__ import annotations
@@ -29,12 +29,9 @@ KEYS = {"sizes", "dtype", "order", "several", "all_sizes", "number"}
 
 
 def described(value: Any) -> dict[str, Any]:
-    """Describe a traced ``value``, for a node's ``meta``.
-
-    Returns:
-        For a tensor its ``sizes``, its ``dtype`` and the ``order`` of its dimensions in memory, the outermost first.
-        For several tensors how many they are, ``several``, and ``all_sizes``. For a number that may vary ``number``.
-    """
+    """Describe a traced ``value``, for a node's ``meta``. A tensor has ``sizes``, ``dtype`` and the ``order`` of its
+    dimensions in memory, the outermost first. Several tensors have their number, ``several``, and ``all_sizes``. A
+    number that may vary has ``number``."""
     if isinstance(value, Tensor):
         strides = value.stride() if value.layout is torch.strided else ()
         known = all(isinstance(stride, int) for stride in strides)
@@ -48,12 +45,12 @@ def described(value: Any) -> dict[str, Any]:
 def _size(size: Any) -> Size:
     if isinstance(size, int):
         return size
-    expression = size.node.expr  # a guard may have left one number of it
+    expression = size.node.expr  # a guard may have reduced it to one number
     return int(expression) if expression.is_Integer else str(expression)
 
 
 def _order(strides: tuple[Any, ...]) -> list[int]:
-    """Order by strides of which some vary: by what they were when traced."""
+    """Return the order by strides, some of which vary, as traced."""
     hints = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in strides]
     return sorted(range(len(hints)), key=lambda dim: -hints[dim])
 
@@ -74,22 +71,22 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
 _OF_FILES = ("from_file", "save")
-"""Operators that read or write files of whoever runs them."""
+"""Operators that read or write files of the decoding process."""
 
 _ARGUMENTS = (bool, int, float, str, torch.dtype, torch.layout, torch.memory_format, torch.device)
-"""Arguments that graphs give to what they call: torch makes Python of a graph, and these are spelled as literals."""
+"""Types of arguments in graphs. Torch turns a graph into Python code, in which they are literals."""
 
 _LIBRARIES = ("aten", "prims")
-"""Operators that each process has which has imported torch."""
+"""Libraries of operators that each process has after it imported torch."""
 
 
 def layers_as_data(layers: Sequence[Layer], named: Callable[[Tensor], Any] = lambda tensor: tensor) -> list[Any]:
-    """``layers``, which are parts of captured graphs, with the tensors that they hold now, as plain data.
+    """Return ``layers``, which are parts of captured graphs, with their present tensors, as plain data.
 
-    In the data stands what ``named`` gives for a tensor.
+    The data has ``named(tensor)`` in place of a tensor.
 
     Raises:
-        NotPlain: for a layer that has no graph, or whose graph calls what is no operator of torch's own.
+        NotPlain: if a layer has no graph, or the graph calls an operator that is not torch's own.
     """
     tensors: dict[int, Tensor] = {}
     written = [_layer(layer, tensors) for layer in layers]
@@ -100,14 +97,13 @@ def layers_as_data(layers: Sequence[Layer], named: Callable[[Tensor], Any] = lam
 def layers_of_data(
     data: Sequence[Any], found: Callable[[Any], Tensor] | None = None, device: torch.device | None = None
 ) -> list[Layer]:
-    """The layers that :func:`layers_as_data` was given; what they shared they share again.
+    """Return the layers that :func:`layers_as_data` was given. What they shared they share again.
 
-    Args:
-        found: Gives the tensor for which something else stands in the data.
-        device: Where the layers are to be; by default where they were.
+    ``found`` returns the tensor for its replacement in the data. ``device`` is the layers' device, by default the
+    previous.
 
     Raises:
-        NotPlain: for what no graph can call.
+        NotPlain: if the data names what no graph can call.
     """
     written, held = data
     tensors: list[Tensor] = []
@@ -119,23 +115,23 @@ def layers_of_data(
 
 
 def new_variants(layers: Sequence[Layer], known: Sequence[int]) -> list[Any]:
-    """The variants of the graphs of ``layers`` beside the first so many that are ``known`` of each, as plain data.
+    """Return the variants of the graphs of ``layers`` after the first ``known`` ones of each, as plain data.
 
     Raises:
-        NotPlain: for a graph that has no place in a message.
+        NotPlain: if a graph has no place in a message.
     """
     return [_variants(_code(layer), first) for layer, first in zip(layers, known, strict=True)]
 
 
 def add_variants(layers: Sequence[Layer], data: Sequence[Any]) -> None:
-    """Add what :func:`new_variants` has given."""
+    """Add the variants from :func:`new_variants`."""
     for layer, written in zip(layers, data, strict=True):
         _add(_code(layer), written)
 
 
 def _code(layer: Layer) -> Code:
     module = layer.module
-    # In this order, as another thread may be adding a variant, whose graph is there first.
+    # In this order, because another thread may be adding a variant, whose graph is there first.
     if not isinstance(module, GraphLayer) or len(module.code.variants) > len(module.code.graphs):
         raise NotPlain(f"layer '{layer.name}' is a {type(module).__name__}, which has no graph")
     return module.code
@@ -195,7 +191,6 @@ def _read_layer(written: Mapping[str, Any], tensors: list[Tensor], device: torch
 
 
 def _graph(module: fx.GraphModule) -> dict[str, Any]:
-    """A graph's nodes in order, and what it holds."""
     nodes, held = [], dict[str, Any]()
     for node in module.graph.nodes:
         target = _target(node.target) if node.op == "call_function" else str(node.target)
@@ -220,7 +215,7 @@ def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
         if op not in ("placeholder", "output", "call_function", "get_attr"):
             raise NotPlain(f"a graph has a node of kind {op}")
         called = _read_target(target) if op == "call_function" else target
-        names = [*kwargs, *([] if op == "call_function" else target.split("."))]  # which torch spells as they are
+        names = [*kwargs, *([] if op == "call_function" else target.split("."))]  # which torch puts into code
         if unfit := [each for each in names if not each.isidentifier() or each.startswith("__")]:
             raise NotPlain(f"a graph has a name {unfit[0]!r}")
         arguments = tuple(_read(args, nodes)), _read(kwargs, nodes)
@@ -232,7 +227,7 @@ def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
 
 @functools.cache
 def operator_name(operator: OperatorOverload) -> str:
-    """The name of ``operator`` in messages; raise NotPlain if it is not one of torch's own."""
+    """Return the name of ``operator`` in messages. Raise NotPlain if it is not one of torch's own."""
     if operator.namespace not in _LIBRARIES:
         raise NotPlain(f"it calls {operator}, which is no operator of torch's own")
     return str(operator.name())  # type: ignore[no-untyped-call]  # torch has no types here
@@ -240,7 +235,7 @@ def operator_name(operator: OperatorOverload) -> str:
 
 @functools.cache
 def operator_of(name: str) -> OperatorOverload:
-    """The operator that is called ``name``; raise NotPlain if it is not one of torch's own."""
+    """Return the operator called ``name``. Raise NotPlain if it is not one of torch's own."""
     namespace, _, path = name.partition("::")
     packet, _, overload = path.partition(".")
     target = None
@@ -274,7 +269,7 @@ def _read_target(name: str) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """An argument as plain data: nodes, operators and what may be mistaken for these become dicts."""
+    """Return an argument as plain data: nodes, operators and values that look like them become dicts."""
 
     def leaf(each: Any) -> Any:
         if isinstance(each, fx.Node):
@@ -287,7 +282,7 @@ def _written(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The same, of Python's own lists, tuples and dicts: a graph has its own."""
+    """Return ``value`` in Python's own lists, tuples and dicts: a graph has its own."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """One layer of a captured model: a part of its graph, and the weights and buffers that this part reads.
 
-Between two layers passes one tuple: the number of the graph's variant, then every value that a later layer needs. The
-code of a layer is shared by its copies; weights and buffers are each copy's own.
+Between two layers passes one tuple: the number of the graph's variant, then every value that a later layer needs.
+Copies of a layer share its code, and have their own weights and buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_hetpipe.accelerator import is_initialized
 from lightning_hetpipe.torch_private.tensors import pytree
 
 Run = Callable[..., Any]
-"""Takes the variant's number, the device, the layer's own tensors and the values from before; gives the next ones."""
+"""Takes the variant's number, the device, the layer's tensors and earlier values. Returns the next values."""
 
 
 class _ThreadDevice(threading.local):
@@ -30,10 +30,10 @@ _here = _ThreadDevice()
 
 
 def here() -> torch.device:
-    """The device of the layer that runs in this thread, for regions of its graph, to which nobody hands it."""
+    """Return the device of the layer that runs in this thread, for regions of its graph, which are not given it."""
     if _here.device is not None:
         return _here.device
-    # One of autograd's threads, which computes a region again: it has one for each GPU, and its device is that.
+    # One of autograd's threads, one for each GPU, computes a region again, on the device of the thread.
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not is_initialized():
         return torch.device("cpu")
@@ -41,7 +41,7 @@ def here() -> torch.device:
 
 
 def set_here(device: torch.device) -> None:
-    """From now on layers that run in this thread are on ``device``."""
+    """Set ``device`` as the device of layers in this thread."""
     _here.device = device
 
 
@@ -51,8 +51,8 @@ class LayerGraph:
 
     Attributes:
         module: Takes the ``regions``, the device, the layer's own tensors and the values from before.
-        regions: Parts of the graph that operators are given, such as what runs under ``torch.no_grad()``.
-        outputs: Of the last layer, how the outputs are nested; None where the next layer takes them as they are.
+        regions: Parts of the graph that operators take, such as code under ``torch.no_grad()``.
+        outputs: Nesting of the last layer's outputs, or None if the next layer takes them flat.
     """
 
     module: fx.GraphModule
@@ -61,11 +61,11 @@ class LayerGraph:
 
     @property
     def text(self) -> str:
-        """As code."""
+        """Graph as code."""
         return "\n".join(each.code for each in (self.module, *self.regions))
 
     def run(self) -> Run:
-        """Computes it."""
+        """Make the function that computes the graph."""
         run, outputs = functools.partial(self.module.forward, *self.regions), self.outputs
 
         def passing_on(variant: int, *values: Any) -> Any:
@@ -81,11 +81,11 @@ class Code:
     """Code that a layer and its copies run.
 
     Attributes:
-        variants: For each variant of the graph the function, and the names of the layer's tensors that it takes; a
-            constant that only this variant has is there itself.
-        changes: The names of the buffers that one of them changes in place.
-        graphs: What each variant computes, where that is a graph.
-        named: What holds tensors that the captured module does not, for people.
+        variants: For each variant the function, and the names of the layer's tensors that it takes. A constant that
+            only this variant has is there itself.
+        changes: Names of the buffers that a variant changes in place.
+        graphs: Graph of each variant that has a graph.
+        named: Owners of tensors that the captured module does not hold, for messages.
     """
 
     def __init__(self) -> None:
@@ -100,12 +100,12 @@ class Code:
         self.graphs.clear()
 
     def add_graph(self, graph: LayerGraph, own: Sequence[str | Tensor], changes: Sequence[str]) -> None:
-        """Adds a variant; paths are those in the captured module, and a tensor is a constant."""
+        """Add a variant. Paths are those in the captured module, and a tensor is a constant."""
         self.graphs.append(graph)
         self.add(graph.run(), own, changes)
 
     def add(self, run: Run, own: Sequence[str | Tensor], changes: Sequence[str]) -> None:
-        """Adds one that is a function."""
+        """Add a variant that is a function."""
         self.variants.append((run, [own_name(each) if isinstance(each, str) else each for each in own]))
         self.changes.update(own_name(path) for path in changes)
 
@@ -114,7 +114,7 @@ class Code:
 
 
 class GraphLayer(nn.Module):
-    """A layer of a captured model, on ``device``; it has :meth:`take` and its ``code`` to be given something to run."""
+    """A layer of a captured model on ``device``. :meth:`take` and ``code`` give it tensors and code."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class GraphLayer(nn.Module):
         self.device = device
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Holds ``tensors``, live and by their path in the captured module, and no others, from now on."""
+        """Hold ``tensors``, live and by path in the captured module, in place of all earlier tensors."""
         held = (self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
         for name, _ in [pair for pairs in held for pair in pairs]:
             delattr(self, name)
@@ -133,13 +133,13 @@ class GraphLayer(nn.Module):
                 self.register_buffer(own_name(path), tensor)
 
     def held(self, path: str) -> Tensor | None:
-        """The layer's tensor of the captured module's ``path``; None if there is none."""
+        """Return the layer's tensor of the captured module's ``path``, or None."""
         tensor: Tensor | None = getattr(self, own_name(path), None)
         return tensor
 
     def forward(self, values: tuple[Any, ...]) -> Any:
         variant, *given = values
-        if not torch.compiler.is_dynamo_compiling():  # whoever runs compiled code has seen to it
+        if not torch.compiler.is_dynamo_compiling():  # the caller of compiled code sets the device
             _here.device = self.device
         run, names = self.code.variants[variant]
         own = [getattr(self, name) if isinstance(name, str) else name.to(self.device) for name in names]
@@ -152,11 +152,10 @@ class GraphLayer(nn.Module):
 
 
 def own_name(path: str) -> str:
-    """The name under which a layer holds what the captured module holds at ``path``: it allows no dots, and must not be
-    that of an attribute of the layer's own."""
+    """Return a layer's name for a tensor at ``path``, without dots and unlike the layer's attributes."""
     return "/" + path.replace(".", "/")
 
 
 def own_path(name: str) -> str:
-    """The path of :func:`own_name` ``name``."""
+    """Return the path of :func:`own_name` ``name``."""
     return name[1:].replace("/", ".")

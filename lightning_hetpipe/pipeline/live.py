@@ -1,9 +1,8 @@
-"""The live layers of one stage, as Lightning's thread has them: versions are made of them, outsiders look at them.
+"""The live layers of one stage in Lightning's thread: versions are made of them, and observers look at them.
 
-What ``torch.nn.utils`` computes before each forward (pruned weights, old weight or spectral norm) belongs to them (law
-L9): a plain tensor that a hook makes from ``weight_orig`` and the like. Stages compute it on their copies, or in a
-graph, while whoever looks at the live layers (Lightning's ModelPruning, say, when it prunes further) expects to find
-what the last forward has left there.
+Some layers have tensors that ``torch.nn.utils`` computes before each forward (pruned weights, old weight or spectral
+norm), in a hook, from ``weight_orig`` and similar parameters (law L9). Stages compute them on their copies, or in a
+graph. Observers of the live layers, such as Lightning's ModelPruning, expect to find there what the last forward left.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Live:
         """True if forwards leave anything in the live layers."""
 
     def version(self, number: int, needed: Sequence[Reading], moves: Moves = NO_MOVES) -> Version:
-        """Message that publishes the present weights and flags as version ``number``."""
+        """Return the message that publishes the present weights and flags as version ``number``."""
         buffers = [[*map(tensor_at, own)] for own in self._buffers]
         own = [moves.get(parameter) for parameter in self.parameters] if moves else ()
         return Version(number, self.parameters, self.flags(), buffers, needed, own)
@@ -49,7 +48,7 @@ class Live:
         )
 
     def show(self, state: Sequence[Sequence[Tensor]], shown: Sequence[bool] | None = None) -> None:
-        """Give buffers the ``state`` that a forward has left, by segment: all, or those of segments to be ``shown``."""
+        """Set buffers to the ``state`` that a forward left, by segment: all, or only of segments to be ``shown``."""
         for own, left in compress(zip(self._buffers, state, strict=True), shown or [True] * len(self._buffers)):
             for place, tensor in zip(own, left, strict=True):
                 if not may_change(*place):
@@ -65,16 +64,15 @@ _SOURCES = ("_orig", "_g", "_v")
 
 
 def computed_names(module: nn.Module) -> list[str]:
-    """The attributes of ``module`` itself that hold a tensor computed from its parameters."""
+    """Return the attributes of ``module`` itself that hold a tensor computed from its parameters."""
     parameters = module.named_parameters(recurse=False)
     sources = {name.rsplit("_", 1)[0] for name, _ in parameters if name.endswith(_SOURCES)}
     return [name for name, value in vars(module).items() if name in sources and isinstance(value, Tensor)]
 
 
 def compute(module: nn.Module, weights: Callable[[nn.Parameter], Tensor]) -> None:
-    """Makes the computed weights of ``module`` what a forward on other ``weights`` has left, which has also left its
-    buffers."""
-    own = SimpleNamespace(training=False)  # spectral norm iterates in training, as the forward has done
+    """Compute what a forward on other ``weights`` left in ``module``, which has the forward's buffers already."""
+    own = SimpleNamespace(training=False)  # in training, spectral norm would iterate again
     for name, parameter in module.named_parameters(recurse=False):
         setattr(own, name, weights(parameter))
     for name, buffer in module.named_buffers(recurse=False):

@@ -1,33 +1,28 @@
-"""Bytes that a stage holds, counted by the engine: now, and at the most.
+"""Bytes that a stage holds, counted by the engine: present and maximal.
 
 Weight versions
-    The version buffers that hold one; what several versions share counts once. (All Nm are allocated when the pipeline
-    is built.) Parameters only: modules' buffers are small, and are not versions.
+    Version buffers with a version. Memory that several versions share counts once. (All Nm are allocated when the
+    pipeline is built.) Only parameters count, because modules' buffers are small and have no versions.
 Activations
-    What a stage keeps from a minibatch's forward until its backward is done: the inputs and outputs of its layers, and
-    what autograd has saved between them. A block of memory counts once, the version's weights and the buffers do not.
-    Stages on one device that hand a tensor on without a copy count it both, as each keeps it.
+    Memory that a stage keeps from a minibatch's forward until its backward is done: the inputs and outputs of its
+    layers, and tensors that autograd has saved between them. A block of memory counts once. The version's weights and
+    the buffers do not count. If stages on one device share a tensor without a copy, each counts it.
 Gradients
-    What a stage's backward has found, until weights have it; a sparse one as if it were dense. How many wait
-    is a matter of how fast Lightning's thread is, which no plan knows, and in an evaluation between two steps those of
-    all minibatches in flight do. What the device has no room for waits on the host (:class:`PlannedMemory`).
+    Gradients of a stage's backward, until weights have them. A sparse one counts as if it were dense. No plan knows
+    how many wait: it depends on the speed of Lightning's thread, and all in flight wait in an evaluation between two
+    steps. Gradients for which the device has no room wait on the host (:class:`PlannedMemory`).
 
-The bound: a stage holds the activations of at most Nm minibatches, and Nm versions, as minibatch p enters the pipeline
-when version p - Nm is published (law L1; HetPipe, section 4), and leaves every stage before version p is. The last
-stage holds one minibatch, where all of the model is one piece: forward, loss and backward are one task there. How many
-it really is, is a matter of the schedule: :func:`~lightning_hetpipe.planning.model.simulate.simulate` says it. Where
-real times differ from simulated ones, a stage may be handed more minibatches than its device has room for: these wait,
-in order, until it has done the backward of one that it holds.
+Stages hold Nm versions, and activations of at most Nm minibatches. Minibatch p enters the pipeline when version p - Nm
+is published (law L1 and HetPipe, section 4), and leaves every stage before version p is. If the whole model is one
+piece, the last stage holds one minibatch: forward, loss and backward are one task there. The schedule decides on the
+actual number (:func:`~lightning_hetpipe.planning.model.simulate.simulate`). If real times differ from simulated ones, a
+stage may get more minibatches than its device has room for. They wait, in order, until it has done a backward.
 
-To ask autograd what it saves costs 5 us for each tensor (*measured*). So a segment's activations are counted with the
-first minibatch of its inputs' sizes since the pipeline started empty, and remembered; the rest, 2.5 us for each
-minibatch and stage, is always on. What a user's ``torch.autograd.Function`` keeps without ``save_for_backward`` is not
-seen.
-
-Where a forward is computed again for its backward (``recompute``), a stage keeps only the inputs of the minibatches
-that it holds, and all of the one that it computes right now.
-
-Here are also the notes on errors for want of memory, and :func:`keep_freed_memory`.
+To ask autograd for its saved tensors costs 5 us for each (*measured*). So a segment's activations are counted with the
+first minibatch of its inputs' sizes since the pipeline started empty, and remembered. All other counting costs 2.5 us
+for each minibatch and stage, and is always on. Tensors that a user's ``torch.autograd.Function`` keeps without
+``save_for_backward`` are not seen. With ``recompute``, a stage keeps only the inputs of the minibatches that it holds,
+and all activations of the minibatch that it computes right now.
 """
 
 from __future__ import annotations
@@ -63,12 +58,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Memory of a stage, as its plan has it.
+    """Memory of a stage by its plan, in bytes.
 
     Attributes:
-        total: Bytes that the stage takes of its device.
-        limit: Bytes of the device; None where these are no limit.
-        room: Bytes that activations and waiting gradients may take together; None where there is no limit.
+        total: Bytes of the device that the stage takes.
+        limit: Bytes of the device, or None if they are no limit.
+        room: Bytes for activations and waiting gradients together, or None for no limit.
     """
 
     total: int
@@ -80,7 +75,7 @@ class PlannedMemory:
 
 
 class Level:
-    """A quantity, now and at the most."""
+    """A quantity, its present value and its maximum."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -93,15 +88,13 @@ class Level:
 
 
 class Memory:
-    """Bytes that one stage holds; counted by its own thread and Lightning's.
+    """Bytes that one stage holds, counted by its own thread and Lightning's.
 
     Attributes:
-        limited: Whether activations and waiting gradients have a limit.
-        visits: How often each minibatch comes to the stage.
-        versions, activations, gradients: Bytes.
-        total: Bytes of the three together, at any one time.
-        on_host: Bytes of gradients that wait on the host, as the stage has no room for them.
-        minibatches: How many minibatches' activations there are.
+        visits: Number of visits of each minibatch to the stage.
+        total: Bytes of versions, activations and gradients at one time.
+        on_host: Bytes of gradients on the host, for which the stage has no room.
+        minibatches: Number of minibatches with activations.
     """
 
     def __init__(self, planned: PlannedMemory | None = None, visits: int = 1) -> None:
@@ -118,20 +111,20 @@ class Memory:
         self._lock = threading.Lock()
         self._since = 0  # the most in total since `most_lately` was asked
         self._held: dict[int, dict[Hashable, int]] = {}
-        self._largest = 0  # what one minibatch has kept after all of its visits
+        self._largest = 0  # bytes of one minibatch after all of its visits
         self._waiting: dict[int, int] = {}
         self._out: dict[int, int] = {}
 
     def lacks(self, coming: int) -> bool:
-        """Return True if activations, waiting gradients and what is ``coming`` exceed their room."""
+        """Return True if activations, waiting gradients and ``coming`` bytes exceed their room."""
         return self.activations.now + self.gradients.now + coming > self._room
 
     def holds(self, minibatch: int) -> bool:
-        """Return True if something is kept of ``minibatch``, beside gradients."""
+        """Return True if anything but gradients is kept of ``minibatch``."""
         return minibatch in self._held
 
     def admits(self, coming: int) -> bool:
-        """Return True if there is room for one minibatch more, which keeps ``coming`` bytes of its first visit."""
+        """Return True if there is room for one more minibatch, whose first visit keeps ``coming`` bytes."""
         with self._lock:
             if not self._held:
                 return True
@@ -141,19 +134,19 @@ class Memory:
             return held + max(self._largest, coming) <= self._room
 
     def waiting(self) -> list[int]:
-        """The minibatches whose gradients wait on the device, and of which nothing else is kept."""
+        """Return the minibatches of which only gradients are kept, on the device."""
         with self._lock:
             return [minibatch for minibatch in self._waiting if minibatch not in self._held]
 
     def move_out(self, minibatch: int) -> None:
-        """The gradients of ``minibatch`` wait on the host from now on."""
+        """Record that the gradients of ``minibatch`` wait on the host from now on."""
         with self._lock:
             moved = self._out[minibatch] = self._waiting.pop(minibatch, 0)
             self._add(self.gradients, -moved)
             self.on_host.add(moved)
 
     def told(self) -> str:
-        """The bytes that there are now, and what was planned, for messages."""
+        """Describe the present bytes and the planned ones, for messages."""
         held = self.minibatches.now
         now = (
             f"{in_bytes(self.versions.now)} of weight versions, {in_bytes(self.activations.now)} of activations of"
@@ -164,13 +157,13 @@ class Memory:
         return f"{now}; the plan has {self.planned} for it, with live weights and optimizer state"
 
     def publish(self, versions: int) -> None:
-        """The versions are now so many bytes."""
+        """Record that versions now take ``versions`` bytes."""
         if versions != self.versions.now:
             with self._lock:
                 self._add(self.versions, versions - self.versions.now)
 
     def hold(self, minibatch: int, visit: Hashable, activations: int) -> None:
-        """Note the bytes that a ``visit`` of ``minibatch`` to a segment now keeps there."""
+        """Record the bytes that a ``visit`` of ``minibatch`` to a segment now keeps there."""
         with self._lock:
             held = self._held.get(minibatch)
             if held is None:
@@ -182,7 +175,7 @@ class Memory:
                 self._largest = max(self._largest, sum(held.values()))
 
     def release(self, minibatch: int, visit: Hashable, gradients: int = 0) -> None:
-        """Nothing is kept of that ``visit`` any more, but ``gradients`` wait for Lightning's step."""
+        """Record that nothing is kept of ``visit`` any more, but ``gradients`` bytes wait for Lightning's step."""
         with self._lock:
             held = self._held.get(minibatch)
             if held is not None:
@@ -195,19 +188,19 @@ class Memory:
                 self._add(self.gradients, gradients)
 
     def take(self, minibatch: int) -> None:
-        """Weights have the gradients of ``minibatch``."""
+        """Record that weights have the gradients of ``minibatch``."""
         with self._lock:
             self._add(self.gradients, -self._waiting.pop(minibatch, 0))
             self.on_host.add(-self._out.pop(minibatch, 0))
 
     def forget(self, minibatch: int) -> None:
-        """Nothing of ``minibatch`` is kept any more."""
+        """Record that nothing of ``minibatch`` is kept any more."""
         for visit in [*self._held.get(minibatch, ())]:
             self.release(minibatch, visit)
         self.take(minibatch)
 
     def clear(self) -> None:
-        """Nothing is in flight."""
+        """Record that nothing is in flight."""
         with self._lock:
             self._add(self.activations, -self.activations.now)
             self._add(self.gradients, -self.gradients.now)
@@ -219,17 +212,16 @@ class Memory:
             self._out.clear()
 
     def levels(self) -> list[Level]:
-        """All that is counted."""
         return [self.versions, self.activations, self.gradients, self.on_host, self.total, self.minibatches]
 
     def mirror(self, levels: Sequence[Sequence[int]]) -> None:
-        """Show what is counted elsewhere: of each of :meth:`levels` what it is now, and at the most."""
+        """Show counts from elsewhere: for each of :meth:`levels` its present value and its maximum."""
         for level, (now, most) in zip(self.levels(), levels, strict=True):
             level.now, level.most = now, most
         self._since = max(self._since, self.total.now)
 
     def most_lately(self) -> int:
-        """The most in total since this was last asked."""
+        """Return the maximal total since the last call."""
         with self._lock:
             most, self._since = self._since, self.total.now
         return most
@@ -237,7 +229,7 @@ class Memory:
     def _add(self, level: Level, amount: int) -> None:
         if not amount:
             return
-        # Written out, as calls of `add` would cost more than the rest.
+        # Written out, because calls of `add` would cost more than the rest.
         now = level.now = level.now + amount
         if now > level.most:
             level.most = now
@@ -250,29 +242,29 @@ class Memory:
 
 
 class Counter:
-    """Counts what the forwards of one segment leave behind, by the sizes of their inputs."""
+    """A counter of what the forwards of one segment leave behind, by the sizes of their inputs."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Kept] = {}
 
     def clear(self) -> None:
-        """Counts anew from now on: layers may have been frozen, say."""
+        """Count anew from now on, because layers may have been frozen, for example."""
         self._known.clear()
 
     def known(self, inputs: Sequence[Tensor]) -> Kept | None:
-        """Bytes that a forward of such ``inputs`` leaves, if there was one."""
+        """Return the bytes that a forward of such ``inputs`` left, if there was one."""
         return self._known.get(_sizes(inputs))
 
     def kept(
         self, inputs: Sequence[Tensor], forward: Callable[[], T], besides: Callable[[], Iterable[Tensor]]
     ) -> tuple[T, Kept]:
-        """Run ``forward``; return its result and the bytes that it leaves, without those of ``besides``."""
+        """Run ``forward``. Return its result and the bytes that it leaves, without the tensors of ``besides``."""
         if len(self._known) == REMEMBERED:
             self._known.clear()
         watched = weakref.WeakSet[_Saved]()  # what the graph still needs
 
         def pack(tensor: Tensor) -> _Saved:
-            # An output that was saved as it is would keep its own graph alive, which keeps it: it would never go.
+            # An output that is saved undetached would keep its own graph alive, and the graph the output, for ever.
             saved = _Saved(tensor if tensor.grad_fn is None else tensor.detach())
             watched.add(saved)
             return saved
@@ -302,16 +294,16 @@ def _bytes(tensors: Iterable[Tensor], left_out: dict[tuple[torch.device, int], i
 
 
 LARGEST_LEARNED = 2**25 - 2**16
-"""Bytes of the largest allocation from which glibc learns; measured: 32 MiB less what it adds of its own."""
+"""Bytes of the largest allocation from which glibc learns. Measured: 32 MiB without glibc's own addition."""
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep freed memory, rather than give it back to the system after each minibatch.
+    """Make the C library keep freed memory instead of giving it back to the system after each minibatch.
 
-    By default a thread's free memory of more than twice the largest block that was mapped alone goes back. A stage
-    frees all activations of a minibatch at once, and each page of the next minibatch then costs a fault: a fifth of
-    the time of small convolutions. To free one large block teaches glibc to keep up to 64 MiB for each of its arenas
-    (mallopt(3), M_MMAP_THRESHOLD); other C libraries just free it.
+    By default a thread gives back free memory above twice the largest block that was mapped alone. A stage frees all
+    activations of a minibatch at once, and each page of the next minibatch then costs a fault: a fifth of the time of
+    small convolutions. Freeing one large block teaches glibc to keep up to 64 MiB for each of its arenas (mallopt(3),
+    M_MMAP_THRESHOLD). Other C libraries just free it.
     """
     torch.empty(LARGEST_LEARNED, dtype=torch.uint8)
 
@@ -320,13 +312,13 @@ _BEGIN = "HetPipeStrategy: "
 
 
 def explain(error: torch.OutOfMemoryError, text: str) -> None:
-    """Add a note with ``text`` to ``error``, unless it has such a note already."""
+    """Add a note with ``text`` to ``error``, unless it has our note already."""
     if not any(note.startswith(_BEGIN) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{_BEGIN}{text}")
 
 
 def less(in_flight: int, recompute: bool) -> str:
-    """Say how stages take less memory, as the end of a sentence."""
+    """Describe how stages take less memory, as the end of a sentence."""
     ways = [f"in_flight below {in_flight}"] if in_flight > 1 else []
     ways += [] if recompute else ["recompute=True"]
     ways.append("smaller batches" if not ways else "or smaller batches")
@@ -339,12 +331,8 @@ def held(
     stages: Sequence[torch.device],
     planned: Mapping[torch.device, str],
 ) -> str:
-    """Say what each device of ``stages`` holds, a line for each; nothing for a CPU.
-
-    Args:
-        stages: The device of each stage.
-        planned: What a plan, or the limit of a device, has for it.
-    """
+    """Describe what each device of ``stages`` holds, a line for each, without CPUs. ``stages`` has the device of each
+    stage, ``planned`` the plan or limit of a device."""
     states = pytree.tree_leaves([each for optimizer in optimizers for each in optimizer.state.values()])
     parts = {
         "weights": [*module.parameters(), *module.buffers()],

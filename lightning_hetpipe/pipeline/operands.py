@@ -1,7 +1,7 @@
-"""Operations whose operands lie on several devices: the operands are brought together, where the weights are.
+"""Operations whose operands lie on several devices: the operands are brought together where the weights are.
 
-This is what lets Python run over modules that lie on several devices as if these were one (plain model parallelism):
-``x + self.layer(x)`` in user code knows nothing of devices. One autograd graph results, in which each move is a node.
+So Python runs over modules on several devices as if these were one (plain model parallelism). ``x + self.layer(x)`` in
+user code knows nothing of devices. One autograd graph results, in which each move is a node.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ T = TypeVar("T")
 
 
 class OperandsTogether:
-    """Within it, this thread's operations have their operands brought to one of ``devices``, and backwards run in it.
+    """Context manager that moves operands of this thread's operations to one of ``devices``.
 
-    A backward has a queue for each device unless it runs in one thread, and would add the gradients of a tensor with
-    several uses in order of arrival. (It is no generator, so that a Trainer that holds it can be copied and pickled.)
-
-    Args:
-        devices: Those that layers lie on, in the layers' order. Tensors on any other device stay where they are. With
-            fewer than two nothing is changed.
+    Backwards run in the thread: with several threads autograd has a queue for each device, and would add the gradients
+    of a tensor's uses in order of arrival. ``devices`` are the layers' devices in the layers' order. Tensors on other
+    devices stay there. With fewer than two devices nothing changes. (This is no generator: a Trainer that holds it can
+    be pickled.)
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -40,7 +38,7 @@ class OperandsTogether:
         self._one_thread: torch.autograd.set_multithreading_enabled
 
     def told(self, operands: Callable[[Sequence[Tensor]], None]) -> AbstractContextManager[None]:
-        """Within it, ``operands`` is called before each operation, with its operands on the devices."""
+        """Context manager in which ``operands`` is called before each operation, with its operands on the devices."""
         return nullcontext() if self._mode is None else self._mode.telling(operands)
 
     def __enter__(self) -> None:
@@ -56,7 +54,7 @@ class OperandsTogether:
 
 
 def across_devices_of(module: nn.Module, others: Iterable[torch.device] = ()) -> OperandsTogether:
-    """Within it, ``module`` can be run where its tensors lie, with what lies on ``others``."""
+    """Context manager in which ``module`` runs where its tensors lie, with tensors on ``others``."""
     return OperandsTogether([*others, *(tensor.device for tensor in (*module.parameters(), *module.buffers()))])
 
 
@@ -64,11 +62,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Together(OwnMode):
-    """Moves operands: one differentiable move for each use, as sums of gradients are those of a run on one device.
+    """A mode that moves operands: one differentiable move for each use, so that sums of gradients are as on one device.
 
-    :data:`_RULES` tells by a function's name what is moved to which device. What torch has written in Python is run
-    operation by operation, since it may use an operand several times, or ask whether two are the same, as attention
-    does. A custom autograd function has all its operands on one device, and so all that its backward is given.
+    :data:`_RULES` maps functions by name to a device. Functions that torch has written in Python run operation by
+    operation. They may use an operand several times, or ask whether two are the same, as attention does. A custom
+    autograd function has all its operands on one device, and so all that its backward is given.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -76,7 +74,7 @@ class _Together(OwnMode):
         self.devices = devices
         self._order = {device: place for place, device in enumerate(devices)}
         self.told: Callable[[Sequence[Tensor]], None] = _nobody
-        self._home: torch.device | None = None  # where the parameters of the function lie that is run piecemeal
+        self._home: torch.device | None = None  # device of the parameters of the piecemeal function
         self._piecemeal: tuple[Callable[..., Any], ...] = ()  # from the outermost one
 
     def __torch_function__(
@@ -124,7 +122,6 @@ class _Together(OwnMode):
 
     @contextmanager
     def telling(self, operands: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
-        """Within it, ``operands`` is called before each operation."""
         self.told = operands
         try:
             yield
@@ -132,19 +129,19 @@ class _Together(OwnMode):
             self.told = _nobody
 
     def end(self) -> None:
-        """From now on nothing is moved."""
+        """Move nothing from now on."""
         self._order.clear()
         self.devices = ()
 
     def _anywhere(self, given: Arguments, operands: Sequence[Tensor]) -> torch.device:
-        """The device of a parameter, else the one of most of the operands' bytes, of equal ones the later device."""
+        """Return the device of a parameter, else of most bytes of operands, of equal ones the later device."""
         found = _at_parameter(given, operands) or self._home
         return found or max(operands, key=lambda each: (each.nbytes, self._order[each.device])).device
 
     def _at(self, device: torch.device, value: T, copies: list[Tensor]) -> T:
-        """``value`` with the tensors in it on ``device``; ``copies`` gets those that lay on another of the devices."""
+        """Return ``value`` with its tensors on ``device``. Tensors that were moved are added to ``copies``."""
         leaves, form = pytree.tree_flatten(value)
-        for place, leaf in reversed(list(enumerate(leaves))):  # the last one first: a backward adds the first one first
+        for place, leaf in reversed(list(enumerate(leaves))):  # in reverse: a backward adds the first move's first
             if isinstance(leaf, Tensor) and leaf.device in self._order and leaf.device != device:
                 leaves[place] = leaf.to(device)
                 copies.append(leaves[place])
@@ -152,7 +149,7 @@ class _Together(OwnMode):
         return found
 
     def _pairs(self, args: tuple[Any, ...], kwargs: dict[str, Any], copies: list[Tensor]) -> Arguments:
-        """The arguments of a function of lists, with what stands beside a tensor of the first list on its device."""
+        """Return the arguments of a function of lists, each on the device of its tensor in the first list."""
         first: Sequence[Tensor] = next(iter((*args, *kwargs.values())))
 
         def beside(value: Any) -> Any:
@@ -163,7 +160,7 @@ class _Together(OwnMode):
         return tuple(map(beside, args)), {name: beside(value) for name, value in kwargs.items()}
 
     def _with_own_devices(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments of a backward, with each given gradient on the device of its output."""
+        """Return the arguments of a backward, with each given gradient on the device of its output."""
         bound = signature(func).bind(*args, **kwargs)
         outputs, gradients = (bound.arguments.get(name) for name in _BACKWARDS[func])  # type: Any, Any
         if isinstance(outputs, Tensor):
@@ -220,20 +217,20 @@ _IN_PLACE = frozenset(
     | {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")}
     | {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")}
 )
-"""Functions that write into their first operand, besides those with a name that ends in one underscore."""
+"""Functions that write into their first operand, besides functions with a name that ends in one underscore."""
 
 _RULES: list[tuple[Callable[[str], bool], Callable[[Arguments, Sequence[Tensor]], torch.device]]] = [
     (_writes_first, _at_first),
     ({"batch_norm", "instance_norm"}.__contains__, _at_last),  # which is the running variance: it is written
     ({"expand_as", "reshape_as", "view_as"}.__contains__, _at_shape),  # a view of the first operand, unless a weight is
 ]
-"""Functions with a device of their own, to which their operands are moved; ``out=`` comes before it. All others run
-where :meth:`_Together._anywhere` says, but those of lists (``_foreach_``) pair by pair."""
+"""Functions with their own rule for the device of their operands. ``out=`` has precedence. Functions of lists
+(``_foreach_``) run pair by pair, and all other functions where :meth:`_Together._anywhere` says."""
 
 _BACKWARDS: dict[Any, tuple[str, str]] = {
     Tensor.backward: ("self", "gradient"),
     torch.autograd.backward: ("tensors", "grad_tensors"),
     torch.autograd.grad: ("outputs", "grad_outputs"),
 }
-"""Functions within which operations of the user's run (of checkpoints, hooks and custom autograd functions), with their
-parameters for the outputs and for these's gradients, which are moved to the outputs."""
+"""Functions in which operations of the user run (checkpoints, hooks, custom autograd functions). Their values name the
+parameters for outputs and for gradients, which are moved to the outputs."""

@@ -1,11 +1,9 @@
-"""Plain data to bytes and back: what messages and graphs are made of. Nothing is pickled, nothing names a class freely.
+"""Plain data to bytes and back, for messages and graphs. Nothing is pickled, and nothing names a class freely.
 
-    | JSON | the bytes of each tensor, in order |
-
-JSON has ``None``, ``bool``, ``int`` and ``str`` as they are, and everything else as a list that begins with a tag.
-Records (named tuples and dataclasses) are known by name to who encodes and to who decodes. An error travels as its
-class's name, its text and its notes. A tensor keeps its strides, by which operators choose how they compute, down to
-the last bits. It arrives on the host, and tensors that shared memory do so no longer.
+The bytes are JSON, then the bytes of each tensor in order. JSON has ``None``, ``bool``, ``int`` and ``str`` as they
+are, and all else as a list that begins with a tag. Encoder and decoder know records (named tuples and dataclasses) by
+name. An error travels as its class's name, its text and its notes. A tensor keeps its strides, which decide on the last
+bits of operators. It arrives on the host, and tensors that shared memory no longer do.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from lightning_hetpipe.pipeline import values  # noqa: F401  # a structure may h
 from lightning_hetpipe.torch_private.tensors import pytree
 
 Take = Callable[[int], Tensor]
-"""Gives the next so many bytes, as a tensor of ``torch.uint8`` that nobody else has."""
+"""Returns the next so many bytes as a tensor of ``torch.uint8`` in memory of its own."""
 
 _NAMED = {kind.__name__: kind for kind in (list, tuple)}
 _FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool")
@@ -33,28 +31,28 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class NotPlain(TypeError):
-    """A value that has no place in messages or graphs, or bytes that are neither."""
+    """A value that has no place in messages or graphs, or bytes that are no message."""
 
 
 class RemoteFailure(RuntimeError):
-    """Error of another process, but for those that :data:`STAYING` has."""
+    """Error of another process, unless :data:`STAYING` has its class."""
 
 
 STAYING: Mapping[str, type[Exception]] = {
     SettingError.__name__: SettingError,  # its text is for users
     torch.OutOfMemoryError.__name__: torch.OutOfMemoryError,
 }
-"""Errors that stay what they are, by name."""
+"""Errors that keep their class, by name."""
 
 
 class PlainCode:
-    """Encodes and decodes plain data, with the record classes ``kinds`` in it."""
+    """Encoder and decoder of plain data, with the record classes ``kinds``."""
 
     def __init__(self, kinds: Iterable[type[Any]] = ()) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
 
     def write(self, value: Any) -> tuple[bytes, list[memoryview]]:
-        """JSON, and the bytes of each tensor, in the tensor's own memory where they lie there in order.
+        """Return JSON and the bytes of each tensor, without a copy if they lie in order in its memory.
 
         Raises:
             NotPlain: for a value of any other kind.
@@ -64,10 +62,10 @@ class PlainCode:
         return text, [*map(_bytes_of, tensors)]
 
     def read(self, text: bytes, take: Take) -> Any:
-        """The value that :meth:`write` was given; ``take`` is asked for the bytes of one tensor after the other.
+        """Return the value that :meth:`write` was given. ``take`` returns the bytes of one tensor after the other.
 
         Raises:
-            NotPlain: if they are nothing that :meth:`write` gives.
+            NotPlain: if :meth:`write` cannot have made the bytes.
         """
         try:
             return self._read(json.loads(text), take)
@@ -144,13 +142,13 @@ def _error_of(name: str, text: str, *notes: str) -> BaseException:
 
 
 def _checked(spec: str) -> str:
-    """``spec``, of which torch imports nothing but what each process has."""
+    """Return ``spec`` after a check that torch imports for it only what each process has."""
     _check(json.loads(spec))
     return spec
 
 
 def _check(part: Any) -> None:
-    """Refuse a part of a spec that names what torch would import: values of an enum, and functions of Python's own."""
+    """Refuse a spec that names what torch would import: an enum, or functions that are not Python's own."""
     if isinstance(part, str) and part[:1] in ("[", "{"):  # contexts are JSON in JSON
         with suppress(ValueError):
             _check(json.loads(part))
@@ -168,19 +166,19 @@ def _check(part: Any) -> None:
 
 
 def _fields(record: Any) -> Iterable[Any]:
-    """Arguments of its class: each field of a named tuple or dataclass; any other tuple as one argument."""
+    """Return the arguments of a record's class: each field, or for any other tuple the tuple itself."""
     if dataclasses.is_dataclass(record):
         return [getattr(record, field.name) for field in dataclasses.fields(record)]
     return record if hasattr(record, "_fields") else [tuple(record)]
 
 
 def _stored(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The sizes of what is sent of a tensor: of a dimension along which it repeats itself, one place."""
+    """Return the sizes of the sent part of a tensor: one place along a dimension in which it repeats itself."""
     return [min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)]
 
 
 def _order(sizes: Sequence[int], stride: Sequence[int]) -> list[int] | None:
-    """The dimensions from the slowest to the fastest, where elements lie one behind the other; else None."""
+    """Return the dimensions from the slowest to the fastest, or None if elements do not lie one behind the other."""
     order = sorted(range(len(sizes)), key=lambda dim: (stride[dim], sizes[dim]), reverse=True)
     step = 1
     for dim in reversed(order):

@@ -1,10 +1,9 @@
-"""Records what takes place when, for pictures and traces, in bounded memory.
+"""A record of what takes place when, for pictures and traces, in bounded memory.
 
-Threads of stages, of minibatches and Lightning's own append to lists of their step, which is atomic in Python: nobody
-waits for anybody. All times are of one clock, ``time.perf_counter``.
-
-Beside layers that fill the processor's caches each call of Python takes some 5 us (*measured*: 68 more calls for a
-minibatch, 0.35 ms). So what takes place is noted in as few calls as can be, and made into spans for who reads.
+Threads of stages, of minibatches and Lightning's own append to lists of their step. This is atomic in Python, so no
+thread waits. All times are of one clock, ``time.perf_counter``. Beside layers that fill the processor's caches each
+call of Python takes some 5 us (*measured*: 68 more calls for a minibatch, 0.35 ms). So events are noted in as few calls
+as possible, and made into spans when they are read.
 """
 
 from __future__ import annotations
@@ -18,21 +17,19 @@ from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.rules.schedule import EVALUATE, LIGHTNING, STEP, USER_CODE, Row, Span
 
 KEPT = 100
-"""Minibatches of which everything is kept, where no window was asked for: the last so many.
-
-A pipeline's pattern repeats every Nm minibatches, so that these hold several of them, its start or its end. With eight
-stages that is a fifth of a megabyte per hundred, and a trace of a megabyte, which opens at once.
-"""
+"""Number of last minibatches of which everything is kept, without a window. A pipeline's pattern repeats every Nm
+minibatches, so they hold several repetitions, its start or its end. With eight stages they take a fifth of a megabyte
+per hundred, and a trace of a megabyte, which opens at once."""
 Noted = tuple[Row, str, int, float, float]
 """Fields of a :class:`Span`."""
 
 EVALUATED = 5_000
-"""Spans of evaluations that are kept, the last so many: an evaluation may have any number of batches."""
+"""Number of last spans of evaluations that are kept, because an evaluation may have any number of batches."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Minibatches of which everything is kept: those from ``first`` to ``last``, and of these the last ``most``."""
+    """Minibatches of which everything is kept: ``first`` to ``last``, and of these the last ``most``."""
 
     first: int = 1
     last: int | None = None
@@ -43,12 +40,8 @@ class Window:
 
 
 class Recorder:
-    """Record of one run: spans of stages and of Lightning's thread, as far as they are in the ``window``.
-
-    Attributes:
-        zero: When it was made, by ``perf_counter``.
-        zero_date: The same, in seconds since 1970.
-    """
+    """Record of one run: spans of stages and of Lightning's thread within the ``window``. ``zero`` is the start by
+    ``perf_counter``, ``zero_date`` the start in seconds since 1970."""
 
     def __init__(self, window: Window) -> None:
         self.zero = time.perf_counter()
@@ -64,7 +57,7 @@ class Recorder:
     # Lightning's thread.
 
     def began(self, minibatch: int, version: int) -> None:
-        """``minibatch``, the next one, was put in flight, on the weights of ``version``."""
+        """Record that ``minibatch``, the next one, was put in flight on the weights of ``version``."""
         if minibatch <= self._latest:  # Lightning has gone back, as after a search for a learning rate
             self.forget(after=minibatch - 1)
         self._latest = minibatch
@@ -84,7 +77,7 @@ class Recorder:
         self._latest = min(self._latest, after)
 
     def enter(self, work: str, minibatch: int) -> None:
-        """Lightning's thread begins with ``work``; what it did until now is interrupted."""
+        """Begin ``work`` of Lightning's thread, which interrupts its present work."""
         now, doing = time.perf_counter(), self._doing
         if doing:
             before, of = doing[-1]
@@ -95,7 +88,7 @@ class Recorder:
         self._since = now
 
     def leave(self, then_step: bool = False) -> None:
-        """It has ended, and what was interrupted goes on; or Lightning's own step, until the next :meth:`enter`."""
+        """End the work. The interrupted work goes on, or with ``then_step`` Lightning's step until :meth:`enter`."""
         now = time.perf_counter()
         work, minibatch = self._doing.pop()
         (self._steps.get(minibatch) or self._step(minibatch)).append((LIGHTNING, work, minibatch, self._since, now))
@@ -104,7 +97,7 @@ class Recorder:
         self._since = now
 
     def pause(self) -> None:
-        """Extend the span that Lightning's thread has open to the present, for readers; it may go on."""
+        """Extend the open span of Lightning's thread to the present, for readers. It may go on."""
         if self._doing:
             self.add(LIGHTNING, *self._doing[-1], self._since)
             self._since = time.perf_counter()
@@ -112,7 +105,7 @@ class Recorder:
     # Any thread.
 
     def add(self, row: Row, work: str, minibatch: int, start: float) -> None:
-        """``work`` in ``row`` took place from ``start`` until now."""
+        """Record ``work`` in ``row`` from ``start`` until now."""
         now = time.perf_counter()
         if work == EVALUATE:
             if self._latest in self.window:
@@ -121,7 +114,7 @@ class Recorder:
         (self._steps.get(minibatch) or self._step(minibatch)).append((row, work, minibatch, start, now))
 
     def _step(self, minibatch: int) -> list[Noted]:
-        """The list of ``minibatch``; one that nobody reads if nothing is kept of it."""
+        """Return the list of ``minibatch``, or a list that nobody reads if nothing is kept of it."""
         if minibatch > self._latest and minibatch in self.window:  # its batch is fetched, or it has begun just now
             return self._steps.setdefault(minibatch, [])
         return self._steps.get(minibatch, [])
@@ -144,13 +137,13 @@ class Recorder:
         return passes
 
     def section(self, minibatch: int) -> RecordedSection:
-        """Records each section of the user code of ``minibatch``."""
+        """Return the recorder of each section of the user code of ``minibatch``."""
         return RecordedSection(self, minibatch)
 
     # Whoever reads.
 
     def spans(self) -> tuple[Span, ...]:
-        """Spans that were kept, sorted by start, in seconds since :attr:`zero`."""
+        """Return the kept spans, sorted by start, in seconds since :attr:`zero`."""
         noted = [each for number in list(self._versions) for each in list(self._steps.get(number, ()))]
         if noted:
             first = min(start for *_, start, _ in noted)
@@ -160,7 +153,7 @@ class Recorder:
         return tuple(Span(row, work, minibatch, start - zero, end - zero) for row, work, minibatch, start, end in noted)
 
     def versions(self) -> dict[int, int]:
-        """The version that each minibatch of :meth:`spans` used."""
+        """Return the version that each minibatch of :meth:`spans` used."""
         return dict(self._versions)
 
 

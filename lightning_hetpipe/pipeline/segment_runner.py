@@ -37,14 +37,14 @@ class SavedForBackward:
     """State that a forward saves for its backward.
 
     Attributes:
-        weights: Those that it ran on.
+        weights: Weights of the forward.
         inputs: Leaves of its graph.
-        outputs: Its ends.
-        kept: The bytes of both, and of what the graph has saved.
-        kind: Of the call, where layers are compiled.
-        again: What is to be computed again, without the tensors that it is given; None where the graph is kept.
-        changes: How often each input had been changed in place, where it is not.
-        buffers: Copies of those that it started from, where it is not.
+        outputs: Ends of its graph.
+        kept: Bytes of both, and of what the graph has saved.
+        kind: Kind of the call, if layers are compiled.
+        again: Forward to compute again, without its tensors, or None if the graph is kept.
+        changes: Counts of in-place changes of the inputs before the forward, if the graph is not kept.
+        buffers: Copies of the buffers before the forward, if the graph is not kept.
     """
 
     weights: Reading
@@ -58,10 +58,8 @@ class SavedForBackward:
 
 
 class SegmentRunner:
-    """The layers of one segment, before which ``start`` others lie in the stage's ``stash``.
-
-    If the stage has several devices, their ``members`` compute the layers together.
-    """
+    """The layers of one segment, behind the first ``start`` layers in the stage's ``stash``. If the stage has several
+    devices, their ``members`` compute the layers together."""
 
     def __init__(
         self,
@@ -79,7 +77,7 @@ class SegmentRunner:
         self._parameters = list(nn.ModuleList(copies).parameters())
         numbers = {id(parameter): number for number, parameter in enumerate(stash.parameters)}
         self.weights = [numbers[id(parameter)] for parameter in self._parameters]
-        """The numbers of its weights among those of the stage."""
+        """Numbers of its weights among the weights of the stage."""
         self._device = device
         self._stash = stash
         self._settings = settings
@@ -98,7 +96,7 @@ class SegmentRunner:
         self.counter = Counter()
 
     def gradient_bytes(self, weights: Reading) -> int:
-        """Bytes of the gradients of its ``weights``, without the frozen ones."""
+        """Return the bytes of the gradients of its ``weights``, without the frozen ones."""
         trained, size = self._stash.buffer(weights).flags.requires_grad, self._stash.bytes
         return sum(size[number] for number in self.weights if trained[number])
 
@@ -107,20 +105,20 @@ class SegmentRunner:
         return any(may_change(*place) for place in self._places)
 
     def kind(self, task: Forward) -> Kind:
-        """Key of the call for torch.compile; None where nothing is compiled."""
+        """Return the key of the call for torch.compile, or None if nothing is compiled."""
         if self._kinds is None:
             return None
         return self._kinds.kind(task.value, self._stash.buffer(task.weights).flags, task.autocast)
 
     def compiles(self, kind: Kind, *, backward: bool = False) -> bool:
-        """Return True if torch may compile in a forward of that ``kind``, or in its backward: others must pause."""
+        """Return True if torch may compile in a forward of this ``kind``, or in its backward: other threads pause."""
         if self._kinds is None:
             return False
         new = self._kinds.is_new(kind)  # a backward may compute its forward again
         return (self._kinds.begins_backward(kind) or new) if backward else new
 
     def forward(self, task: Forward, kind: Kind) -> tuple[Value, SavedForBackward]:
-        """The forward: what it gives to the next segment, and what its backward needs."""
+        """Run a forward. Return the value for the next segment, and the state for the backward."""
         number = task.minibatch
         self._bind(task.weights)
         inputs = task.value.leaves(self._device)
@@ -149,12 +147,11 @@ class SegmentRunner:
             self.split.parts = self._stash.buffer(weights).parts
 
     def backward(self, task: Backward, saved: SavedForBackward, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
-        """The backward of what was ``saved``: the gradients of the inputs, and of :attr:`weights`.
+        """Run the backward of ``saved``. Return the gradients of the inputs and of :attr:`weights`.
 
-        Args:
-            sums: The gradients of weights that were used later, which autograd goes on with. A plain backward adds the
-                uses of a weight one by one, from the last to the first: to add this segment's sum to the later one
-                would give other last bits. What is given for a leaf itself, autograd adds before all else.
+        ``sums`` are gradients of weights that were used later, with which autograd goes on. A plain backward adds the
+        uses of a weight one by one, from the last to the first. To add this segment's sum to the later one would give
+        other last bits. Autograd adds a gradient that is given for a leaf itself before all other gradients.
         """
         self._bind(saved.weights)
         own = self._parameters
@@ -183,9 +180,8 @@ class SegmentRunner:
         return below, found
 
     def _again(self, task: Forward, saved: SavedForBackward) -> list[Tensor]:
-        """The outputs of the forward that was ``saved``, computed once more: on the same weights, buffers, random
-        numbers and state of autocast, and so the same bit for bit; it changes no buffer that anybody sees.
-        """
+        """Compute the outputs of the ``saved`` forward once more, and change no buffer that anybody sees. Weights,
+        buffers, random numbers and autocast are as before, so the outputs are bit for bit equal."""
         if saved.changes != [version_counter(tensor) for tensor in saved.inputs]:
             raise PipelineRefusal(
                 f"what {self.describe()} were given was changed in place after their forward, which is to be computed"
@@ -195,7 +191,7 @@ class SegmentRunner:
         return tensors_of(self._compute(task, saved.inputs, saved.kind))
 
     def _compute(self, task: Forward, inputs: list[Tensor], kind: Kind) -> Any:
-        """Run the layers on ``inputs``, nested as the value of ``task`` is."""
+        """Run the layers on ``inputs``, nested as the value of ``task``."""
         # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
         if self._mutates_input and len(blocks(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
             raise PipelineRefusal(
@@ -229,7 +225,7 @@ class SegmentRunner:
 
     @contextmanager
     def _opened(self, autocast: Autocast) -> Iterator[None]:
-        """State of a member's thread in which it computes as the stage does."""
+        """Context manager in which a member's thread computes as the stage does."""
         with autocast.opened(alone=False), creating(self._settings.default_dtype):
             yield
 

@@ -1,6 +1,6 @@
 """A stage: a thread with a device that runs its segments' forwards and backwards, first in, first out (law L2).
 
-All that it gets from the rest of the world, and gives back, are :mod:`~lightning_hetpipe.pipeline.stage_messages`.
+It exchanges only :mod:`~lightning_hetpipe.pipeline.stage_messages` with the rest of the world.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Layer:
         name: Its path in the LightningModule, such as "net.3".
         mutates_input: Whether it changes its input in place, as ``ReLU(inplace=True)`` does.
         aliases_input: Whether its output shares memory with its input, as a view does.
-        kind: What it is, for people; by default its class.
-        recompute: Whether stages with it keep only the inputs of forwards, and compute these again for the backward.
-        piece: The path of the captured module that it is a part of; empty where it has no graph.
+        kind: Kind for messages, by default its class.
+        recompute: Whether its stage keeps only the inputs of forwards, and computes forwards again for the backward.
+        piece: Path of the captured module that contains it, or empty if it has no graph.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Layer:
     piece: str = ""
 
     def joined(self, other: Layer) -> Layer:
-        """The same layer, as this and another call of it were seen to treat their inputs."""
+        """Return this layer with the treatment of inputs that was seen in this or the ``other`` call."""
         return replace(
             self,
             mutates_input=self.mutates_input or other.mutates_input,
@@ -73,11 +73,9 @@ class Layer:
 
 
 BeforePass = Callable[[int, str, int], Callable[[], None] | None]
-"""Function that is called before a stage computes, with stage, "forward", "loss", "backward" or "evaluate", and p.
-
-What it returns, if anything, is called when that is computed, and before it is handed on. A stage's own thread calls
-it; for the loss, which the last stage has between forward and backward, the minibatch's.
-"""
+"""Function that is called before a stage computes, with stage, "forward", "loss", "backward" or "evaluate", and p. If
+it returns a function, that is called after the computation, before the result is handed on. It is called in a stage's
+own thread, and for the loss, which the last stage has between forward and backward, in the minibatch's thread."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,11 @@ class StageSettings:
     Attributes:
         in_flight: Nm.
         torch_threads: Threads of each torch operation.
-        default_dtype: The dtype of the tensors that layers create without naming one; None for the process's.
-        before_pass: For emulated devices, and for tests.
-        recompute: Keep only the inputs of forwards, and compute these again for the backward.
-        compile: What ``torch.compile`` is given for the layers; None to run them as they are.
-        buffers: Number of version buffers at first; None for one for each minibatch in flight.
+        default_dtype: Dtype of tensors that layers create without naming one, or None for the process's default.
+        before_pass: Hook of emulated devices and of tests.
+        recompute: Keep only the inputs of forwards, and compute forwards again for the backward.
+        compile: Options of ``torch.compile`` for the layers, or None to run them as they are.
+        buffers: Initial number of version buffers, or None for one for each minibatch in flight.
     """
 
     generators: RandomGenerators
@@ -110,23 +108,17 @@ class StageSettings:
 
 @dataclass
 class FoundGradients:
-    """The gradients of weights that backwards of one minibatch have found, by number, and the events behind them.
-
-    Those that the stage has no room for wait on the host.
-    """
+    """Gradients of weights, by number, from backwards of one minibatch, and the events behind them. Gradients for which
+    the stage has no room wait on the host."""
 
     gradients: dict[int, Tensor] = field(default_factory=dict)
     events: list[StreamEvent] = field(default_factory=list)
 
 
 class Stage(StageThread):
-    """Stage ``index`` with the ``segments`` that lie on it; ``layers`` are those of the whole model.
-
-    The forwards of each minibatch come to it ``visits`` times.
-
-    Its own thread computes; whoever sends versions calls :meth:`begin`, :meth:`publish`, :meth:`state` and :meth:`take`
-    between tasks that are concerned.
-    """
+    """Stage ``index`` with its ``segments``. ``layers`` are the whole model's. The forwards of each minibatch visit it
+    ``visits`` times. Its own thread computes. The sender of versions calls :meth:`begin`, :meth:`publish`,
+    :meth:`state` and :meth:`take` between tasks that they concern."""
 
     def __init__(
         self,
@@ -166,7 +158,7 @@ class Stage(StageThread):
         self.copy_layers()
 
     def copy_layers(self) -> None:
-        """Makes the copies of the live layers, in place of earlier ones; nothing may be in flight."""
+        """Replace the copies of the live layers by new ones. Nothing may be in flight."""
         self.stash = self._new_stash(nn.ModuleList([layer.module for layer in self.layers]))
         self._runners: dict[int, SegmentRunner] = {}
         start = 0
@@ -197,7 +189,7 @@ class Stage(StageThread):
         return super().join(seconds) and (self._members is None or self._members.join(seconds))
 
     def let_go(self) -> None:
-        """Gives the memory of versions, buffers and activations back."""
+        """Release the memory of versions, buffers and activations."""
         self._saved.clear()
         self._found.clear()
         self.stash.let_go()
@@ -207,7 +199,7 @@ class Stage(StageThread):
     # Versions and states.
 
     def begin(self, version: Version, forwards: int) -> None:
-        """Publishes ``version``, with the buffers as forward ``forwards`` left them, into an empty pipeline."""
+        """Publish ``version``, with the buffers that forward ``forwards`` left, into an empty pipeline."""
         self._saved.clear()
         self._found.clear()
         self.memory.clear()
@@ -220,10 +212,10 @@ class Stage(StageThread):
         self._mark(version)
 
     def publish(self, version: Version) -> None:
-        """Takes ``version``, the next one.
+        """Take ``version``, the next one.
 
         Raises:
-            SettingError: where its buffers are not as the last forward left them, and others have gone on from there.
+            SettingError: if its buffers differ from what the last forward left, while later forwards have gone on.
         """
         self.stream.join(None, self.stash.publish(version))
         self.memory.publish(self.stash.held_bytes)
@@ -239,29 +231,27 @@ class Stage(StageThread):
                 self.stash.buffer(reading).published = event
 
     def state(self, minibatch: int) -> Sequence[Sequence[Tensor]]:
-        """The buffers of each segment, as the forwards of ``minibatch``, one of the last Nm, have left them."""
+        """Return the buffers of each segment as the forwards of ``minibatch``, one of the last Nm, left them."""
         return [each.buffers.left(minibatch) for each in self._runners.values()]
 
     def take(self, minibatch: int) -> FoundGradients:
-        """Hands over the gradients of ``minibatch``, which is through; they count until they are :meth:`delivered`."""
+        """Hand over the gradients of ``minibatch``, which has ended. They count until they are :meth:`delivered`."""
         with self._taking:
             return self._found.pop(minibatch, None) or FoundGradients()
 
     def delivered(self, minibatch: int) -> None:
-        """Counts the gradients of ``minibatch`` no more: weights have them, in place of those of the last step."""
+        """Stop counting the gradients of ``minibatch``: weights have them, in place of the last step's."""
         self.memory.take(minibatch)
 
     def loss(self, minibatch: int) -> Loss:
-        """Begins the loss of ``minibatch``, at its turn; the stage waits for its gradients."""
+        """Begin the loss of ``minibatch`` at its turn. The stage waits for its gradients."""
         return Loss(self, self._settings.before_pass, minibatch)
 
     # Its thread.
 
     def _run(self, parcel: Parcel) -> None:
-        """Does what ``parcel`` asks for; minibatches that the stage has no room for yet wait, in order.
-
-        Minibatches come to all stages in one order, so that the first of those which are held waits for nobody here.
-        """
+        """Handle ``parcel``. Minibatches for which the stage has no room yet wait in order. Minibatches come to all
+        stages in one order, so the first one that waits here never waits for another one."""
         if (self._held_back and self._is_new(parcel.message)) or not self._admits(parcel.message):
             self._held_back.append(parcel)
         else:
@@ -273,7 +263,6 @@ class Stage(StageThread):
         return isinstance(task, Forward) and not self.memory.holds(task.minibatch)
 
     def _admits(self, task: Message) -> bool:
-        """Return True if there is room for the minibatch of ``task``."""
         if not self.memory.limited or not isinstance(task, Forward) or not self._is_new(task):
             return True
         known = self._runners[task.segment].counter.known(task.value.tensors)
@@ -286,7 +275,7 @@ class Stage(StageThread):
         return super()._answer(parcel)
 
     def _waits(self, parcel: Parcel, segment: int) -> bool:
-        """Keep a forward from running that starts from buffers which calls to come are to leave."""
+        """Hold a forward back if it starts from buffers that earlier calls have yet to leave. Return True if so."""
         if not self._runners[segment].changes_buffers():
             return False
         return not self._orders.setdefault(segment, CallOrder()).admits(parcel.message.minibatch, parcel)
@@ -352,8 +341,8 @@ class Stage(StageThread):
     def _keep(
         self, found: dict[int, Tensor], runner: SegmentRunner, own: Sequence[Tensor | None], task: Backward
     ) -> tuple[Sums, int]:
-        """Adds the gradients of a segment's ``own`` weights to those ``found``, but for those to be handed on; gives
-        these, and the bytes by which the others have grown."""
+        """Add the gradients of a segment's ``own`` weights to ``found``, except for gradients to be handed on. Return
+        these, and the bytes by which ``found`` has grown."""
         size, grown = self.stash.bytes, 0
         for number, gradient in zip(reversed(runner.weights), reversed(own), strict=True):
             if gradient is not None:
@@ -366,10 +355,8 @@ class Stage(StageThread):
         return handed_on, grown - sum(size[number] for number in handed_on)
 
     def _make_room(self, coming: int) -> None:
-        """Have gradients wait on the host as long as ``coming`` bytes lack room; the latest first, which wait longest.
-
-        A backward makes gradients while it lets go of activations, so that it takes most when it begins or ends.
-        """
+        """Move gradients to the host while ``coming`` bytes lack room, the latest first, because they wait longest. A
+        backward makes gradients while it releases activations, so it takes most memory when it begins or ends."""
         if not self.memory.lacks(coming):
             return
         for number in sorted(self.memory.waiting(), reverse=True):
@@ -433,7 +420,8 @@ class Stage(StageThread):
 
     @contextmanager
     def _alone(self, layers: str, minibatch: int) -> Iterator[None]:
-        """Within it torch may compile ``layers``: :mod:`~lightning_hetpipe.pipeline.compile.compilation` says why."""
+        """Context manager in which torch may compile ``layers``
+        (:mod:`~lightning_hetpipe.pipeline.compile.compilation`)."""
         with self._exclusively(minibatch, f"stage {self.index}, which is to compile {layers},"):
             self._compiles, started = True, time.perf_counter()
             try:

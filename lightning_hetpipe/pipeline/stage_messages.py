@@ -1,12 +1,11 @@
-"""Messages between a stage and the rest of its virtual worker: plain data, nothing that is only true of threads.
+"""Messages between a stage and the rest of its virtual worker: plain data that is not bound to threads.
 
     to a stage      Forward, Backward, Cancel     in its inbox, first in, first out
-    from a stage    Output, InputGradients        one for each of the first two; Failure where it failed
-    between tasks   Version (begin, publish); buffers and gradients of a minibatch
+    between tasks   Version (begin, publish), and buffers and gradients of a minibatch
 
-No message holds a lock, a queue, a thread, a live module or a minibatch; what carries messages between threads adds the
-order of CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`). Weights and layers are known by
-number: ``segment`` is a segment's index, and a weight's number is its place among all parameters of its stage.
+No message holds a lock, a queue, a thread, a live module or a minibatch. A carrier between threads adds the order of
+CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`). Numbers name weights and layers: ``segment`` is
+a segment's index, and a weight's number is its place among all parameters of its stage.
 """
 
 from __future__ import annotations
@@ -33,11 +32,8 @@ class Flags(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Expected change of a parameter by an optimizer step.
-
-    It is ``scale * first``, or ``scale * first / (sqrt(second) + eps)`` where there is a ``second``: the optimizer's
-    own tensors, so that nothing is computed for what no minibatch will use.
-    """
+    """Expected change of a parameter by an optimizer step. It is ``scale * first``, or with ``second`` it is ``scale *
+    first / (sqrt(second) + eps)``. The tensors are the optimizer's own, so nothing is computed for unused changes."""
 
     first: Tensor
     scale: float = 1.0
@@ -45,7 +41,7 @@ class Move(NamedTuple):
     eps: float = 0.0
 
     def write(self, weights: Tensor, steps: int, out: Tensor) -> None:
-        """Write into ``out`` the ``weights`` after so many ``steps``, without another tensor of their size."""
+        """Write into ``out`` the ``weights`` after ``steps`` steps, without another tensor of their size."""
         device, scale, out = out.device, steps * self.scale, _real(out)
         weights, first = _real(weights.to(device)), _real(self.first.to(device))
         if self.second is None:
@@ -56,21 +52,19 @@ class Move(NamedTuple):
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The tensor; a complex one with its real and imaginary parts side by side, as Adam steps them."""
+    """Return the tensor, or a complex one with its real and imaginary parts side by side, as Adam steps them."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Version(NamedTuple):
-    """The live layers of a stage as they are now, to be a version.
+    """The present live layers of a stage as a version.
 
     Attributes:
         number: v.
-        parameters: All of the stage, in order; a shared one once.
-        flags: Of its parameters and modules.
-        buffers: Of each of its segments.
-        needed: Weights that minibatches use from now on, as far as they are there; of this version or earlier ones.
-        moves: Expected change of each parameter by an optimizer step, where weights are predicted; None for no
-            change.
+        parameters: All parameters of the stage in order, a shared one once.
+        buffers: Buffers of each of its segments.
+        needed: Weights of this or earlier versions that minibatches use from now on.
+        moves: Expected change of each parameter by an optimizer step if weights are predicted, or None for no change.
     """
 
     number: int
@@ -86,7 +80,7 @@ class Version(NamedTuple):
         return any(reading.version < self.number for reading in self.needed)
 
     def replaced(self, change: Callable[[Tensor], Any]) -> Version:
-        """The same with what ``change`` gives in the place of each weight, and of each tensor of a move."""
+        """Return the version with each weight, and each tensor of a move, replaced by ``change``."""
 
         def moved(move: Move) -> Move:
             return move._replace(first=change(move.first), second=None if move.second is None else change(move.second))
@@ -96,15 +90,15 @@ class Version(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Run the forward of ``minibatch`` at ``segment``, and keep what its backward needs; an evaluation keeps nothing.
+    """Run the forward of ``minibatch`` at ``segment``, and keep what its backward needs. An evaluation keeps nothing.
 
     Attributes:
-        value: What the segment is given: a :class:`Value`, in an evaluation the nesting itself.
-        weights: Those to run on; an evaluation runs on the live ones.
-        autocast: What autocast did where the piece was called.
-        call: Number of calls of the piece that come before this one in the minibatch.
-        again: Whether the minibatch calls the piece later again.
-        last: Whether this is the last forward: the minibatch's backward is the next thing that the stage does.
+        value: Input of the segment: a :class:`Value`, or in an evaluation the nesting itself.
+        weights: Weights to run on. An evaluation runs on the live ones.
+        autocast: State of autocast at the call of the piece.
+        call: Number of earlier calls of the piece in the minibatch.
+        again: Whether the minibatch calls the piece again later.
+        last: Whether this is the last forward, after which the stage first runs the minibatch's backward.
         inference: Whether the piece was called in ``torch.inference_mode``.
     """
 
@@ -122,15 +116,15 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     """Run the backward of ``minibatch`` at ``segment``.
 
-    The gradient of a weight with uses elsewhere travels with the backward, as autograd adds uses one by one, the latest
-    first: who has the earlier use goes on with the sum so far, and who has the earliest one keeps it.
+    The gradient of a weight with uses elsewhere travels with the backward, because autograd adds uses one by one, the
+    latest first. The stage of an earlier use continues the sum, and the stage of the earliest use keeps it.
 
     Attributes:
-        call: As of the :class:`Forward`.
-        gradients: Of the segment's outputs.
-        sums: The gradients so far of weights that were used after this visit of the segment.
-        wanted: The weights that somebody else has used before it, whose gradients are to be handed on.
-        apart: Whether the inputs were used after the piece, too: each use of them within it is then an addend.
+        call: As in :class:`Forward`.
+        gradients: Gradients of the segment's outputs.
+        sums: Gradients so far of weights that were used after this visit of the segment.
+        wanted: Weights that were used elsewhere before it, and whose gradients are to be handed on.
+        apart: Whether the inputs were used after the piece as well. Then each use of them within it is an addend.
     """
 
     minibatch: int
@@ -143,7 +137,7 @@ class Backward(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Nothing of ``minibatch`` is needed any more. It overtakes what else is in the inbox."""
+    """Drop everything of ``minibatch``. The message overtakes all else in the inbox."""
 
     minibatch: int
 
@@ -152,7 +146,7 @@ Message = Forward | Backward | Cancel
 
 
 class Output(NamedTuple):
-    """Output of a segment for ``minibatch``, as the ``value`` of the :class:`Forward`."""
+    """Output of a segment for ``minibatch``, with a ``value`` as in :class:`Forward`."""
 
     minibatch: int
     segment: int
@@ -160,7 +154,7 @@ class Output(NamedTuple):
 
 
 class InputGradients(NamedTuple):
-    """The gradients of what a segment was given for ``minibatch``, and of the weights that were ``wanted``."""
+    """Gradients of a segment's inputs for ``minibatch``, and of the weights that were ``wanted``."""
 
     minibatch: int
     segment: int
@@ -169,7 +163,7 @@ class InputGradients(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Error that a task of ``minibatch`` has raised; ``Discarded`` where it was cancelled."""
+    """Error of a task of ``minibatch``, or ``Discarded`` if it was cancelled."""
 
     minibatch: int
     error: BaseException
@@ -194,4 +188,4 @@ RECORDS: Sequence[type[Any]] = (
     Reading,
     Failure,
 )
-"""Classes of messages, and of what is in them."""
+"""Classes of messages, and of their contents."""

@@ -1,7 +1,4 @@
-"""A stage's thread: takes one message after the other out of its inbox, and hands on the result of each.
-
-A :class:`Pass` is around each of its tasks, and a :class:`Loss` around user code between two of them.
-"""
+"""A stage's thread: takes one message after the other out of its inbox, and hands on the result of each."""
 
 from __future__ import annotations
 
@@ -22,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class Parcel(NamedTuple):
-    """A message on its way between threads.
-
-    Attributes:
-        event: Behind it in streams stands what the message brings.
-        others: Behind these stand the sums that it brings.
-    """
+    """A message whose value is computed behind ``event`` in streams, and its sums behind ``others``."""
 
     message: Message
     event: StreamEvent | None = None
@@ -55,7 +47,7 @@ class StageThread:
         self.device = device
         self.stream = stream
         self.place = str(device)
-        """Its device, for people."""
+        """Name of its device for messages."""
         self._name = name
         self._torch_threads = torch_threads
         self._watchdog = watchdog
@@ -83,7 +75,7 @@ class StageThread:
         return self._worker is None or self._worker.join(seconds)
 
     def describe(self) -> str:
-        """Say what the stage does right now, for error messages."""
+        """Describe what the stage does right now, for error messages."""
         doing = self._doing
         if doing is None:
             return f"stage {self.index} is idle"
@@ -98,7 +90,7 @@ class StageThread:
             again = self._answer(again)
 
     def _answer(self, parcel: Parcel) -> Parcel | None:
-        """Does what ``parcel`` asks for, and hands the result on; gives what is to be done before all else."""
+        """Handle ``parcel``, and hand the result on. Return a parcel to handle before all others, or None."""
         message = parcel.message
         number = message.minibatch
         if isinstance(message, Cancel):
@@ -122,32 +114,27 @@ class StageThread:
         return self._next_of(number) if isinstance(message, Forward) and message.last else None
 
     def _next_of(self, minibatch: int) -> Parcel | None:
-        """The next message of ``minibatch``, whose loss is being computed; what else arrives waits."""
+        """Wait for the next message of ``minibatch``, whose loss is being computed, while other messages wait."""
 
     def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
-        """The result of what ``parcel`` asks for, and the event behind which it is computed."""
+        """Return the result of ``parcel``, and the event behind which it is computed."""
         raise NotImplementedError
 
     def _forget(self, minibatch: int) -> None:
-        """Nothing of ``minibatch`` is needed any more."""
+        """Drop everything of ``minibatch``."""
 
     def _lacking(self, message: Message) -> str:
-        """Say what the stage holds, where there is no memory for ``message``, and what helps."""
+        """Describe what the stage holds when there is no memory for ``message``, and what helps."""
         raise NotImplementedError
 
     def _told(self, message: Message) -> str:
-        """Say what the stage does with ``message``, for error messages."""
+        """Describe what the stage does with ``message``, for error messages."""
         raise NotImplementedError
 
 
 class Pass:
-    """Context manager around one computation of a stage.
-
-    It waits while a thread holds exclusive access, adds the time to the busy counter, and sleeps to emulate a slower
-    device.
-
-    A class, as a generator would cost as much as a small layer.
-    """
+    """Context manager around one computation of a stage. A generator would cost as much as a small layer. It waits
+    while a thread holds exclusive access, adds the time to the busy counter, and sleeps to emulate slowness."""
 
     def __init__(
         self, stage: StageThread, compute_lock: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
@@ -182,10 +169,8 @@ class Pass:
 
 
 class Loss:
-    """Loss of a minibatch: user code between the forward and the backward of the last stage, timed as part of it.
-
-    It begins here, in the minibatch's thread.
-    """
+    """Loss of a minibatch: user code between the forward and the backward of the last stage, timed as part of it. It
+    begins here, in the minibatch's thread."""
 
     def __init__(self, stage: StageThread, before: BeforePass | None, minibatch: int) -> None:
         self._stage = stage
@@ -193,7 +178,7 @@ class Loss:
         self._since = stage.stream.now()
 
     def end(self, event: StreamEvent | None) -> None:
-        """End the loss: all that user code has given to its device stands before ``event``."""
+        """End the loss: ``event`` is behind all work that user code has given to its device."""
         if self._after is not None:
             if event is not None:
                 event.synchronize()

@@ -1,20 +1,19 @@
-"""Streams: the order in which an accelerator does what several threads have given it.
+"""Streams: the order in which an accelerator does the work of several threads.
 
-A thread that runs an operator on an accelerator goes on long before it is computed; what one thread gives the device
-one after the other is a *stream*. Each stage has a stream of its own, so that several stages overlap on one device, and
-copies overlap with computing. User code and Lightning's thread share one, the device's default one, as in a plain run.
-The thread's side of it is a :class:`Stream`.
+A thread that runs an operator on an accelerator goes on long before it is computed. Work that one thread gives the
+device in sequence is a *stream*. Each stage has a stream of its own, so that several stages overlap on one device, and
+copies overlap with computing. User code and Lightning's thread share the device's default stream, as in a plain run.
 
-Where a tensor goes from one stream to another, the first leaves a :class:`StreamEvent` behind, for which the other
-waits: the device does, and no thread. So threads run ahead of their devices, but never by more than is in flight, as
-Lightning's thread waits for a whole minibatch before it uses the gradients. Marks stand:
+If a tensor goes from one stream to another, the first leaves a :class:`StreamEvent`, for which the other stream waits.
+The device waits, and no thread does. So threads run ahead of their devices. They are never ahead by more than is in
+flight, because Lightning's thread waits for a whole minibatch before it uses the gradients. Events stand:
 
-- at a piece's inputs and outputs, and the gradients of both: from user code to a stage, from stage to stage, and back;
-- at a version: what Lightning's thread has published, for the stage that reads it;
+- at a piece's inputs and outputs, and the gradients of both: from user code to a stage, from stage to stage, and back,
+- at a version that Lightning's thread has published, for the stage that reads it,
 - at the end of each backward, for Lightning's thread.
 
-What is on the host has no stream. A stage on the CPU waits for what an accelerator gives it; copies between the host
-and an accelerator go through pinned memory, which the device reads and writes while threads go on.
+Work on the host has no stream. A stage on the CPU waits for an accelerator's values. Copies between the host and an
+accelerator go through pinned memory, which the device reads and writes while threads go on.
 """
 
 from __future__ import annotations
@@ -34,40 +33,35 @@ from lightning_hetpipe.torch_private.tensors import strided_parts
 
 
 class StreamEvent(Protocol):
-    """A place in some streams: what stands before it has been given to the devices."""
+    """A place in some streams, behind work that was given to the devices."""
 
     def synchronize(self) -> None:
-        """Waits until that is computed."""
+        """Wait until this work is computed."""
 
 
 class Stream:
-    """Stream of a stage on a CPU, and base of the streams of all stages.
-
-    On a CPU, an operator is computed when its call returns.
-    """
+    """Stream of a stage on a CPU, where a returned operator is computed, and base of the streams of all stages."""
 
     def __init__(self) -> None:
         self._busy = 0.0
         self._copy_streams = _CopyStreams()
 
     def enter(self) -> None:
-        """Called in the stage's thread, first."""
+        """Enter the stream. Called first in the stage's thread."""
 
     def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
-        """Return an event behind all work that this thread has given to ``devices``, or None if it is computed.
-
-        A stage's stream has one device, and ignores ``devices``.
-        """
+        """Return an event behind all work that this thread has given to ``devices``, or None if it is computed. A
+        stage's stream has one device, and ignores ``devices``."""
         return None
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
-        """Order all later work after ``event``; it uses ``tensors`` of another stream."""
+        """Order all later work, which uses ``tensors`` of another stream, after ``event``."""
         if event is not None:
             event.synchronize()
             self._copy_streams.of(tensors)
 
     def now(self) -> Any:
-        """A moment in what this thread gives the stream's device, for :meth:`spent`; user code may ask as well."""
+        """Return a moment in this thread's work for the device, for :meth:`spent`. User code may ask as well."""
         return time.perf_counter()
 
     def spent(self, since: Any) -> None:
@@ -75,17 +69,17 @@ class Stream:
         self._busy += time.perf_counter() - since
 
     def busy_seconds(self) -> float:
-        """As far as it is known already."""
+        """Return the busy seconds known so far."""
         return self._busy
 
     def synchronize(self) -> None:
-        """Waits until all that was given to the device is computed."""
+        """Wait until all work given to the device is computed."""
 
 
 class WaitingStream(Stream):
-    """Stream of a thread that shares its maker's streams, on ``device`` and on the ``others`` from which it copies:
-    as a rule the default ones, but somebody may call ``fit`` in another. The thread waits until what it has
-    given its device is computed."""
+    """Stream of a thread that waits until its work on ``device`` is computed, and shares its maker's streams. It shares
+    them on ``device`` and on the ``others`` from which it copies. They are mostly the default streams, but user code
+    may call ``fit`` in another stream."""
 
     def __init__(self, device: torch.device, others: Iterable[torch.device] = ()) -> None:
         super().__init__()
@@ -109,13 +103,13 @@ class WaitingStream(Stream):
 
 
 class _CopyStreams:
-    """A thread's own streams on devices from which it copies: torch does so in what is the thread's stream there."""
+    """A thread's own streams on devices from which it copies: torch copies in the thread's stream there."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def of(self, tensors: Iterable[Tensor], own: torch.Stream | None = None) -> set[torch.Stream]:
-        """The streams that copy ``tensors``; ``own`` is the thread's stream on its device, and remains it."""
+        """Return the streams that copy ``tensors``. ``own`` is the thread's stream on its device, and remains it."""
         found = set()
         for tensor in tensors:
             device = tensor.device
@@ -132,7 +126,7 @@ class _CopyStreams:
 
 
 def _used(tensor: Tensor, stream: torch.Stream) -> None:
-    """``stream`` uses it: else its memory might be used anew as soon as the stream that made it lets go of it."""
+    """Record that ``stream`` uses ``tensor``, so that its memory is not reused before the stream is done."""
     for part in strided_parts(tensor):
         part.record_stream(stream)
 
@@ -149,7 +143,7 @@ class DeviceEvents:
 
 
 class DeviceStream(Stream):
-    """Stream of a stage on an accelerator: one of its own there, and one on each device from which it copies."""
+    """Stream of a stage on an accelerator: its own there, and one on each device from which it copies."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -196,15 +190,13 @@ class DeviceStream(Stream):
 
 
 class UserStream:
-    """Stream of user code and Lightning's thread, which never run at once: the streams that are theirs anyhow."""
+    """Stream of user code and Lightning's thread, which never run at once: the threads' present streams."""
 
     def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
-        """Return an event behind all work that this thread has given to ``devices``, or None if it is computed."""
         streams = [torch.accelerator.current_stream(device) for device in set(devices) if accelerates(device)]
         return DeviceEvents(streams) if streams else None
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
-        """Order all later work after ``event``; it uses ``tensors`` of another stream."""
         streams = set()
         for tensor in tensors:
             if accelerates(tensor.device):
@@ -222,7 +214,7 @@ def _wait(streams: Iterable[torch.Stream], event: StreamEvent | None) -> None:
 
 
 def stream_on(device: torch.device) -> Stream:
-    """For a stage on ``device``."""
+    """Make the stream of a stage on ``device``."""
     return DeviceStream(device) if accelerates(device) else Stream()
 
 
@@ -235,7 +227,7 @@ class Streams:
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``, in this thread's streams; on the host once it is there."""
+    """Return ``tensor`` on ``device``, in this thread's streams. A tensor on the host is there on return."""
     if tensor.device == device:  # as most often on one host; asking torch costs ten times as much
         return tensor
     if accelerates(device):

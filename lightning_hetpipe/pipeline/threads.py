@@ -1,4 +1,4 @@
-"""Named threads with an inbox, what one thread holds, waits that explain themselves, and a readers-writer lock."""
+"""Named threads with an inbox, objects of one thread, waits that explain themselves, and a readers-writer lock."""
 
 from __future__ import annotations
 
@@ -19,13 +19,9 @@ T = TypeVar("T")
 
 
 class Worker(Generic[T]):
-    """A daemon thread that handles what is put into its inbox, first in, first out.
-
-    It begins with the context variables of the thread that makes it: torch's settings for its compiler are such.
-
-    ``handle`` must not raise: failures travel as values. The thread calls ``enter`` first, and runs torch operations on
-    ``torch_threads`` threads.
-    """
+    """A daemon thread that handles the items of its inbox, first in, first out. It begins with the context variables of
+    the thread that makes it, such as torch's settings for its compiler. ``handle`` must not raise: failures travel as
+    values. The thread calls ``enter`` first, and runs torch operations on ``torch_threads`` threads."""
 
     def __init__(
         self, name: str, handle: Callable[[T], None], torch_threads: int, enter: Callable[[], None] = lambda: None
@@ -44,7 +40,7 @@ class Worker(Generic[T]):
         self._inbox.put(item)
 
     def take(self, wanted: Callable[[T], bool], seconds: float) -> T | None:
-        """Takes the next item that is ``wanted`` ahead of its turn, for ``handle``; None if none comes in that time."""
+        """Take the next ``wanted`` item ahead of its turn, or return None if none comes within ``seconds``."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -56,17 +52,17 @@ class Worker(Generic[T]):
             self._aside.append(item)
 
     def close(self) -> None:
-        """Lets the thread end when its inbox is empty."""
+        """End the thread when its inbox is empty."""
         self._inbox.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end of the thread; return False if it has not ended within ``seconds``."""
+        """Wait for the end of the thread. Return False if it has not ended within ``seconds``."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         torch.set_num_threads(self._torch_threads)
-        # Else a backward over several devices has a thread for each, and adds gradients in order of arrival.
+        # Otherwise a backward over several devices has a thread for each, and adds gradients in order of arrival.
         torch.autograd.set_multithreading_enabled(False)
         self._enter()
         while (item := self._aside.popleft() if self._aside else self._inbox.get()) is not None:
@@ -75,23 +71,20 @@ class Worker(Generic[T]):
 
 
 class PerThread(Generic[T]):
-    """A thing that each thread holds for itself, also in the hooks and functions of its backward passes.
-
-    Autograd has threads of its own for accelerators, which would not hold the thing. While a thread holds one, its
-    backward passes run in the thread itself.
-    """
+    """An object that each thread holds for itself, even in the hooks and functions of its backward passes. Autograd has
+    threads of its own for accelerators, which would not hold it. While a thread holds an object, its backward passes
+    run in it."""
 
     def __init__(self) -> None:
         self._own = threading.local()
 
     def get(self) -> T | None:
-        """Return what this thread holds."""
         held: T | None = getattr(self._own, "held", None)
         return held
 
     @contextmanager
     def holding(self, thing: T) -> Iterator[None]:
-        """Hold ``thing``, and hold again afterwards what was held before."""
+        """Context manager in which this thread holds ``thing`` instead of what it held before."""
         outer = self.get()
         with torch.autograd.set_multithreading_enabled(False):
             self._own.held = thing
@@ -102,10 +95,8 @@ class PerThread(Generic[T]):
 
 
 class Watchdog:
-    """Waits that end with an explanation when nothing has moved for ``seconds``.
-
-    Time in which user code runs does not count: a breakpoint in ``training_step`` is not a stall.
-    """
+    """Waits that end with an explanation when nothing has moved for ``seconds``. Time in which user code runs does not
+    count: a breakpoint in ``training_step`` is not a stall."""
 
     def __init__(self, seconds: float, busy: Callable[[], bool], explain: Callable[[], str]) -> None:
         self.seconds = seconds
@@ -113,17 +104,17 @@ class Watchdog:
         self._explain = explain
         self._moves = 0
         self.given_up: str | None = None
-        """Why a wait has ended without what it waited for; from then on, every other wait ends so at its next beat."""
+        """Reason why a wait has ended in vain. From then on, every other wait ends so at its next beat."""
 
     def moved(self) -> None:
-        """Something moved: every wait starts to count anew."""
+        """Restart the time limit of every wait, because something moved."""
         self._moves += 1
 
     def wait(self, ready: Callable[[float], bool], who: str) -> None:
-        """Returns once ``ready(seconds)``, which waits for up to that time, says so.
+        """Return once ``ready(seconds)``, which waits for up to this time, is true.
 
         Raises:
-            PipelineStalled: after ``seconds`` in which nothing moved; it names who waited, and what everyone else did.
+            PipelineStalled: after ``seconds`` in which nothing moved. It names who waited, and what everyone else did.
         """
         beat = min(1.0, self.seconds / 4)
         since, moves = time.monotonic(), self._moves
@@ -140,10 +131,10 @@ class Watchdog:
 
 
 class ReadersWriterLock:
-    """Lock that any number of threads hold shared, or one exclusively: stages compute, export and compilation do alone.
+    """Lock that many threads hold shared, to compute, or one exclusively, to export or compile.
 
     While ``torch.export`` traces a module, operators in *other* threads give other last bits now and then (*measured*
-    with torch 2.13: logits of a small GPT differed by 1e-6). So where a model is captured or compiled while minibatches
+    with torch 2.13: logits of a small GPT differed by 1e-6). So if a model is captured or compiled while minibatches
     are in flight, stages and the optimizer pause between two tasks.
     """
 
@@ -157,7 +148,7 @@ class ReadersWriterLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the lock shared: this thread computes; wait while another one holds it exclusively."""
+        """Context manager in which this thread computes. Wait while another thread holds the lock exclusively."""
         self.begin()
         try:
             yield
@@ -166,14 +157,14 @@ class ReadersWriterLock:
 
     def begin(self) -> None:
         """Take the lock shared, until :meth:`end`."""
-        with self._lock:  # nearly always; the condition would cost ten times as much
+        with self._lock:  # nearly always enough, and ten times cheaper than the condition
             if self._writer is None or self._writer == threading.get_ident():
                 self._readers += 1
                 return
         self._watchdog.wait(self._joins, "a thread that is to compute for one that computes alone")
 
     def _joins(self, seconds: float) -> bool:
-        """Take the lock shared; return False if another thread has held it exclusively for ``seconds``."""
+        """Take the lock shared. Return False if another thread has held it exclusively for ``seconds``."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._writer is None, seconds):
                 return False
@@ -188,7 +179,7 @@ class ReadersWriterLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the lock exclusively: no other thread computes; this one may."""
+        """Context manager in which only this thread computes."""
 
         def begin(seconds: float) -> bool:
             with self._condition:

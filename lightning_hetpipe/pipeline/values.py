@@ -1,12 +1,12 @@
 """Values between stages and user code: any nesting of tuples, lists and dicts, with tensors in it.
 
-A value crosses a split point detached; whether a tensor in it required a gradient crosses with it, and on the other
-side it is a fresh leaf. A tensor that occurs twice in a value crosses once, and is one leaf. Gradients cross
-back as one optional tensor for each tensor.
+A value crosses a split point detached, with a flag for each tensor that required a gradient. On the other side the
+tensor is a fresh leaf. A tensor that occurs twice in a value crosses once, and is one leaf. Gradients cross back as one
+optional tensor for each tensor.
 
 Sums associate as autograd's: a plain backward adds the gradients of a tensor's uses one by one, the latest use first.
-Where uses that came after a call are still to be added to, a call's own uses are therefore kept apart, as
-:class:`Addends`: adding their sum would give other last bits.
+If uses after a call are still to be added to, the call's own uses are kept apart (:class:`Addends`): their sum would
+change last bits.
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ class Addends(tuple[Tensor, ...]):
 
 Gradient = Tensor | Addends | None
 Gradients = list[Gradient]
-"""One entry for each tensor of a value, in order; None where no gradient reached it."""
+"""One entry for each tensor of a value, in order, or None if no gradient reached it."""
 
 
 @dataclass(slots=True)
 class Value:
-    """A detached value: its tensors, which of them require a gradient, and the structure around them.
-
-    Nobody changes it; that it is not frozen is for speed.
-    """
+    """A detached value: its tensors, whether they require gradients, and the structure around them. It never changes,
+    but is not frozen, for speed."""
 
     tensors: tuple[Tensor, ...]
     requires_grad: tuple[bool, ...]
@@ -54,7 +52,7 @@ class Value:
 
     @staticmethod
     def of(tree: Any) -> Value:
-        if isinstance(tree, Tensor):  # as most often; what follows would cost as much as a small layer
+        if isinstance(tree, Tensor):  # the most frequent case, and all below would cost as much as a small layer
             return Value((tree.detach(),), (tree.requires_grad,), _ALONE, _LEAF)
         leaves, spec = pytree.tree_flatten(tree)
         tensors = _distinct(leaves)
@@ -67,25 +65,24 @@ class Value:
         )
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
-        """The original nesting, around ``tensors``."""
+        """Return the original nesting, around ``tensors``."""
         if self.others is _ALONE:
             return tensors[0]
         leaves = [tensors[other.index] if isinstance(other, Nth) else other for other in self.others]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def on(self, device: torch.device) -> Value:
-        """The same on ``device``."""
         return Value(tuple(move(tensor, device) for tensor in self.tensors), self.requires_grad, self.others, self.spec)
 
     def leaves(self, device: torch.device | None = None) -> list[Tensor]:
-        """Fresh leaves on ``device``, or where the tensors are, which require a gradient where the value did."""
+        """Return fresh leaves on ``device``, or on the tensors' devices. They require gradients as in the value."""
         pairs = zip(self.tensors, self.requires_grad, strict=True)
         return [move(t.detach(), device or t.device).requires_grad_(wanted) for t, wanted in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class Nth:
-    """The place of a tensor among a value's leaves; ``index`` counts the tensors."""
+    """Place of a tensor among a value's leaves. ``index`` counts the tensors."""
 
     index: int
 
@@ -96,12 +93,12 @@ _LEAF = pytree.tree_structure(0)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a nested value, in the order in which :class:`Value` keeps them."""
+    """Return the tensors of a nested value, in the order in which :class:`Value` keeps them."""
     return [tree] if isinstance(tree, Tensor) else _distinct(pytree.tree_leaves(tree))
 
 
 def nested_tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in mappings, lists and tuples, as often as it occurs; faster than pytrees where there are few."""
+    """Yield every tensor in mappings, lists and tuples, as often as it occurs. Faster than pytrees for few tensors."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -117,7 +114,7 @@ def _distinct(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Equal, also where both are NaN."""
+    """Return True if the tensors are equal. NaN equals NaN."""
     return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
@@ -127,10 +124,8 @@ def all_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 
 def unequal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
-    """Places of the ``pairs`` whose tensors are not :func:`equal`.
-
-    All lie on one device, which is waited for once; of an iterator's pairs one is held at a time.
-    """
+    """Return the places of the ``pairs`` whose tensors are not :func:`equal`. All lie on one device, for which there is
+    one wait. If ``pairs`` is an iterator, one pair is held at a time."""
     found, waiting = list[int](), dict[int, Tensor]()
     for place, (one, other) in enumerate(pairs):
         if one.shape == other.shape and _waits(one):
@@ -148,7 +143,7 @@ def _waits(tensor: Tensor) -> bool:
 
 
 def blocks(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, int], int]:
-    """The blocks of memory that ``tensors`` lie in, with the bytes of each; sparse ones are left out."""
+    """Return the blocks of memory of ``tensors`` with their bytes. Sparse tensors are left out."""
     inner = [(behind_functorch(tensor), tensor) for tensor in tensors]
     tensors = [tensor if found is None else found for found, tensor in inner]
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
@@ -159,7 +154,7 @@ def blocks(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, int], int]:
 def gradients(
     outputs: Sequence[Tensor], output_gradients: Sequence[Gradient], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of ``inputs``; None for those that need none or that no gradient reaches."""
+    """Return the gradients of ``inputs``, or None for an input that needs or gets no gradient."""
     given = zip(outputs, output_gradients, strict=True)
     pairs = [(o, added(g)) for o, g in given if g is not None and o.requires_grad]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -172,10 +167,8 @@ def gradients(
 def gradients_apart(
     outputs: Sequence[Tensor], output_gradients: Sequence[Gradient], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Gradients, list[Tensor | None]]:
-    """Gradients of ``inputs``, with the uses of each kept apart, and of ``weights``; else as :func:`gradients`.
-
-    An input that is an output, too, was handed on to the next stage: what comes back for it are later uses of it.
-    """
+    """Return the gradients of ``inputs``, with the uses of each kept apart, and of ``weights`` as :func:`gradients`
+    does. An input that is an output as well was handed on to the next stage: its output gradients are later uses."""
     uses = {id(tensor): list[Tensor]() for tensor in inputs if tensor.requires_grad}
     ends: list[Tensor] = []
     given: list[Gradient] = []
@@ -200,40 +193,36 @@ def gradients_apart(
 
 
 def _note(into: Sequence[list[Tensor] | None], found: Sequence[Tensor | None], _: Any) -> None:
-    """A hook of a node: adds what it has ``found`` for each of the inputs that it uses to the uses of that input."""
+    """Add the gradients ``found`` by a node to the uses of its inputs."""
     for uses, gradient in zip(into, found, strict=True):
         if uses is not None and gradient is not None:
             uses.append(gradient)
 
 
 def addends(gradient: Gradient) -> Sequence[Tensor]:
-    """The parts that ``gradient`` is the sum of, in order."""
+    """Return the parts whose sum is ``gradient``, in order."""
     return gradient if isinstance(gradient, Addends) else () if gradient is None else (gradient,)
 
 
 def added(gradient: Tensor | Addends) -> Tensor:
-    """The sum that ``gradient`` is."""
+    """Return the sum of ``gradient``."""
     return functools.reduce(operator.add, gradient) if isinstance(gradient, Addends) else gradient
 
 
 def moved(gradient: Gradient, device: torch.device) -> Gradient:
-    """``gradient`` on ``device``."""
     if isinstance(gradient, Addends):
         return Addends(move(addend, device) for addend in gradient)
     return None if gradient is None else move(gradient, device)
 
 
 def tensors_in(found: Iterable[Gradient]) -> Iterator[Tensor]:
-    """Every tensor of ``found``."""
     return (addend for gradient in found for addend in addends(gradient))
 
 
 class LeftOut:
     """Placeholder for an object of class ``kind``, such as a key-value cache, in the output of the module ``module``.
-
-    Whoever uses it is told so. It may be kept, compared with None, detached and moved, as Lightning does with outputs:
-    for pytree it is a node without children.
-    """
+    Any use of it raises an error. It may be kept, compared with None, detached and moved, as Lightning does with
+    outputs: for pytree it is a node without children."""
 
     __slots__ = ("_kind", "_module")
 
@@ -245,7 +234,7 @@ class LeftOut:
         return f"<{self._kind} of '{self._module}', left out>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols that are looked for, such as that of copying
+        if name.startswith("__"):  # protocols that Python looks for, such as copying
             raise AttributeError(name)
         raise self._error(f"its '{name}'")
 
@@ -283,7 +272,7 @@ pytree.register_pytree_node(
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:
-    """Tell whether ``node``, of autograd's graph, is a checkpoint whose own backward sets gradients of weights."""
+    """Return True if ``node`` of autograd's graph is a checkpoint whose own backward sets gradients of weights."""
     return bool(node.name() == f"{CheckpointFunction.__name__}Backward")
 
 

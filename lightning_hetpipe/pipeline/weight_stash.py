@@ -1,18 +1,18 @@
 """A stage's versions of its weights (law L1).
 
-A version is tensors: the layers themselves exist once for each stage, as a copy of the live ones, and a pass binds the
-tensors of its version to their parameters. Version buffers are allocated once, as many as the weight policy needs where
-only optimizer steps change weights; publishing a version copies the live weights into a free one in one fused call, if
-any minibatch will use them, moved on where weights are predicted. A version whose weights did not change shares its
-predecessor's buffer, where that is moved on by as many steps.
+A version is tensors. The layers themselves exist once for each stage, as a copy of the live layers, and a pass binds
+the tensors of its version to their parameters. Version buffers are allocated once. There are as many as the weight
+policy needs if only optimizer steps change weights. Publishing a version copies the live weights into a free buffer in
+one fused call, if any minibatch will use them, and moves predicted weights on. A version with unchanged weights shares
+its predecessor's buffer, if that is moved on by as many steps.
 
-Frozen weights exist once for all versions, beside the live ones: no version writes to that copy. Where something else
-than an optimizer changes one (a callback that averages, say), later versions share a new copy.
+Frozen weights exist once for all versions, beside the live ones: no version writes to this copy. If anything but an
+optimizer changes a frozen weight (a callback that averages, for example), later versions share a new copy.
 
-Parameters are bound through ``.data``: whoever holds a parameter (an RNN's list of its weights, a plain list, the graph
-of a forward whose backward is still to come) sees the version that is bound last. A backward therefore binds its
-forward's version again. It takes 0.16 us for each parameter (*measured*), a hundredth of what a layer takes, and a
-stage with Nm = 1 never binds anything.
+Parameters are bound through ``.data``. So every holder of a parameter sees the version that is bound last. Holders are
+an RNN's list of its weights, a plain list, or the graph of a forward whose backward is still to come. A backward
+therefore binds its forward's version again. It takes 0.16 us for each parameter (*measured*), a hundredth of a layer's
+time. A stage with Nm = 1 never binds anything.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class VersionBuffer:
     """Room for the weights of one version at a time.
 
     Attributes:
-        tensors: One for each parameter; those of frozen ones belong to all versions.
-        frozen: Numbers of the frozen ones.
-        flags: What the version says of parameters and modules.
-        published: The event behind which the tensors are computed.
-        parts: Parts of the weights for the members of a group, as far as these have used them.
+        tensors: Tensor of each parameter. Tensors of frozen parameters belong to all versions.
+        frozen: Numbers of the frozen parameters.
+        flags: The version's flags of parameters and modules.
+        published: Event behind which the tensors are computed.
+        parts: Parts of the weights that members of a group have used.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class VersionBuffer:
         self.parts: dict[Any, Tensor] = {}
 
     def fill(self, version: Version, steps: int, frozen: Mapping[int, Tensor]) -> None:
-        """Take the live weights, moved on by so many ``steps`` of an optimizer, the ``frozen`` ones, and the flags."""
+        """Take the live weights, moved on by ``steps`` optimizer steps, the ``frozen`` ones, and the flags."""
         self.parts = {}
         if any(self.tensors[number] is not tensor for number, tensor in frozen.items()):
             self.tensors = [frozen.get(number, tensor) for number, tensor in enumerate(self.tensors)]
@@ -76,19 +76,14 @@ class VersionBuffer:
         )
 
     def _beside(self, version: Version, steps: int) -> Iterator[tuple[Tensor, Tensor, Move | None]]:
-        """Each tensor that is not frozen with its live weights, and how these are expected to change."""
+        """Yield each tensor that is not frozen with its live weights, and their expected change."""
         moves = version.moves if steps and version.moves else [None] * len(self.tensors)
         beside = zip(self.tensors, version.parameters, moves, version.flags.requires_grad, strict=True)
         return ((tensor, weights, move) for tensor, weights, move, is_trained in beside if is_trained)
 
 
 class VersionedLayers:
-    """Layers that are bound to the weights of one version or another.
-
-    Attributes:
-        parameters: Theirs, a shared one once.
-        buffers: Room for versions.
-    """
+    """Layers that are bound to the weights of one version or another, with ``buffers`` for versions."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.layers = layers
@@ -116,11 +111,11 @@ class VersionedLayers:
         return self.publish(version)
 
     def publish(self, version: Version) -> list[Tensor]:
-        """Hold ``version``, if minibatches need it: return the tensors that were made for it."""
+        """Hold ``version``, if minibatches need it. Return the tensors that were made for it."""
         raise NotImplementedError
 
     def bind(self, weights: Reading) -> None:
-        """Have the layers be those of ``weights``: what they hold, what is frozen, and their modes."""
+        """Bind the layers to ``weights``: their tensors, frozen parameters and modes."""
         buffer = self._held[weights]
         if buffer.tensors is not self._bound:
             for parameter, tensor in zip(self.parameters, buffer.tensors, strict=True):
@@ -135,7 +130,7 @@ class VersionedLayers:
             self._bound_flags = buffer.flags
 
     def let_go(self) -> None:
-        """Gives the memory of all buffers back, whoever still holds the layers."""
+        """Release the memory of all buffers, even if the layers are still held."""
         for buffer in self.buffers:
             buffer.tensors.clear()
             buffer.parts.clear()
@@ -144,40 +139,37 @@ class VersionedLayers:
             parameter.data = parameter.data.new_empty(0)
 
     def buffer(self, weights: Reading) -> VersionBuffer:
-        """The buffer that holds ``weights``."""
         return self._held[weights]
 
     def tensor(self, index: int, weights: Reading) -> Tensor:
-        """The tensor of the live parameter number ``index`` in ``weights``."""
+        """Return the tensor of the live parameter number ``index`` in ``weights``."""
         return self._held[weights].tensors[index]
 
     def parameter(self, index: int, weights: Reading) -> nn.Parameter:
-        """A new leaf with ``weights`` of the live parameter number ``index``."""
+        """Make a new leaf with ``weights`` of the live parameter number ``index``."""
         return nn.Parameter(self.tensor(index, weights).detach(), self._held[weights].flags.requires_grad[index])
 
 
 class WeightStash(VersionedLayers):
-    """A copy of a stage's ``live`` layers on ``device``, and at first ``size`` version buffers for its weights.
-
-    Publishing belongs to Lightning's thread, and touches only buffers that no minibatch in flight uses; binding belongs
-    to the stage's thread.
-    """
+    """A copy of a stage's ``live`` layers on ``device``, and initially ``size`` version buffers for its weights.
+    Lightning's thread publishes, and touches only buffers that no minibatch in flight uses. The stage's thread binds
+    buffers."""
 
     def __init__(self, live: nn.ModuleList, size: int, device: torch.device) -> None:
         self._live, self._device = live, device
         super().__init__(copy_of(live, device))
         self._frozen = {number: each.data for number, each in enumerate(self.parameters) if not each.requires_grad}
-        """By number, what versions share."""
+        """Tensors, by number, that versions share."""
         self.buffers = [VersionBuffer() for _ in range(size)]
         for buffer in self.buffers:
             self._make_room(buffer, self.layers if buffer is self.buffers[0] else None)
-        self._newest: dict[int, VersionBuffer] = {}  # by steps; of weights that may still be the live ones
+        self._newest: dict[int, VersionBuffer] = {}  # by steps, for weights that may still be the live ones
         self._counters: list[int] = []
         self._bound = self.buffers[0].tensors
         self._bound_flags = self.buffers[0].flags
 
     def publish(self, version: Version) -> list[Tensor]:
-        """Copy the live weights as ``version``, where they are needed and differ from the version before."""
+        """Copy the live weights as ``version``, if they are needed and differ from the version before."""
         needed = set(version.needed)
         self._held = {reading: buffer for reading, buffer in self._held.items() if reading in needed}
         new = [reading for reading in version.needed if reading not in self._held]
@@ -202,11 +194,11 @@ class WeightStash(VersionedLayers):
         return made
 
     def _share_frozen(self, version: Version) -> list[Tensor]:
-        """Make ``version`` and later ones share the frozen weights: return the copies of those that have changed."""
+        """Make ``version`` and later ones share the frozen weights. Return the copies of changed frozen weights."""
         trained = version.flags.requires_grad
         live = {number: each for number, each in enumerate(version.parameters) if not trained[number]}
         shared = {number: each for number, each in self._frozen.items() if number in live}
-        # By value, as counters miss changes through ``.data``.
+        # By value, because counters miss changes through ``.data``.
         changed = unequal([(tensor, live[number].to(tensor.device)) for number, tensor in shared.items()])
         for number in [[*shared][place] for place in changed]:
             del shared[number]
@@ -215,7 +207,7 @@ class WeightStash(VersionedLayers):
         return [*copies.values()]
 
     def _free(self) -> VersionBuffer:
-        """A buffer that no minibatch needs; a new one where others than the optimizer change weights, too."""
+        """Return a buffer that no minibatch needs, maybe a new one if not only the optimizer changes weights."""
         used = set(map(id, self._held.values()))
         for buffer in self.buffers:
             if id(buffer) not in used:
@@ -224,10 +216,10 @@ class WeightStash(VersionedLayers):
         return self.buffers[-1]
 
     def _make_room(self, buffer: VersionBuffer, layers: nn.Module | None = None) -> list[Tensor]:
-        """Give the empty ``buffer`` the tensors of ``layers``, by default of a new copy; frozen ones are shared."""
-        buffer.tensors = []  # so that its memory is free before there is more
+        """Give the empty ``buffer`` the tensors of ``layers``, by default of a new copy, and shared frozen ones."""
+        buffer.tensors = []  # frees the old memory before new memory is allocated
         if layers is None:
-            # Weights of a copy each, as layers may want theirs in one block of memory (CUDA's RNNs).
+            # Each has its own copy's weights, because layers may need them in one block of memory (CUDA's RNNs).
             layers = copy_of(self._live, self._device, self._frozen)
         own = {n: each.data for n, each in enumerate(layers.parameters()) if n not in self._frozen}
         every = {**own, **self._frozen}
@@ -241,7 +233,7 @@ class WeightStash(VersionedLayers):
 
 
 def _moved(weights: Tensor, move: Move, steps: int, like: Tensor) -> Tensor:
-    """The ``weights`` after so many ``steps``, in new memory."""
+    """Return the ``weights`` after ``steps`` steps, in new memory."""
     moved = torch.empty_like(like)
     move.write(weights, steps, moved)
     return moved
@@ -251,14 +243,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copy_of(live: M, device: torch.device | None, frozen: Mapping[int, Tensor] | None = None) -> M:
-    """A copy of ``live`` on ``device``; with None one of scratch, whose parameters share the live ones' memory, but
-    not the hooks that users have put on them.
+    """Return a copy of ``live`` on ``device``, which shares the tensors ``frozen``, by numbers of parameters.
 
-    Args:
-        frozen: By its parameters' numbers, tensors that the copy shares.
+    If ``device`` is None, parameters of the copy share the live ones' memory, but not hooks that users put on them.
 
     Raises:
-        SettingError: where a layer holds what cannot be copied.
+        SettingError: if a layer holds what cannot be copied.
     """
     # What torch.nn.utils computes from parameters before each forward (as weight norm does) is no leaf, and only leaves
     # can be deep-copied; the copy computes its own.

@@ -95,7 +95,7 @@ class Driver(Generic[F]):
         try:
             with self.doing("wait_for_minibatch", number):
                 flight = self.pool.finish(number)
-        finally:  # what it has set before it failed is there, as in a plain run
+        finally:  # even after a failure, its assignments are there, as in a plain run
             self.extensions.tell(Extension.arrived, number)
         self.pool.show(flight)
         self.extensions.tell(Extension.finished, flight, args)

@@ -243,7 +243,7 @@ class EvaluationRun(Driver[EvaluationBatch]):
             )
             return native(*args)
         settings.waited_in()
-        with own_state(self._state(1)):  # which depends on no thread's timing, as that of later batches
+        with own_state(self._state(1)):  # a state that, like later batches', depends on no thread's timing
             calls: list[nn.Module] = []
             state = CarriedState(evaluation.module, calls)
             state.watch([evaluation.module, *evaluation.parts])

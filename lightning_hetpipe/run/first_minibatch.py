@@ -190,7 +190,7 @@ class FirstMinibatch:
         every = self.trainer.accumulate_grad_batches
         in_flight, weights = self.synchroniser.agree(decision.in_flight, decision.weights, every)
         if decision.at is not None and in_flight != decision.in_flight:
-            decision = decision.at(in_flight, weights)  # there may be no room for so many, or a plan that is faster
+            decision = decision.at(in_flight, weights)  # in_flight may lack room, or have a faster plan
         decision = replace(decision, weights=weights, at=None)
         versions = Versions(decision.weights, in_flight, every)
         versions.check(self.synchroniser.wave)

@@ -199,7 +199,7 @@ class Fit(Driver[Minibatch], TrainerRun):
             self.publish(number - 1)
             self._launch(engine, number, args)
         self._finished = self.finish(number, args)
-        output = self._finished.output  # its loss is detached, as the gradients exist already
+        output = self._finished.output  # the loss is detached, because the gradients exist already
         return output.detach() if isinstance(output, Tensor) else {**output, "loss": output["loss"].detach()}
 
     def _backward(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
@@ -210,7 +210,7 @@ class Fit(Driver[Minibatch], TrainerRun):
             return
         found = self._finished.gradients
         deliver(found, self._loss_scale.factor(self._finished.number))
-        found.clear()  # whoever still has the minibatch must not keep them beyond the next step
+        found.clear()  # so that no holder of the minibatch keeps gradients beyond the next step
         del self._finished
         engine.delivered(number)
         self.offer()

@@ -20,7 +20,7 @@ def deliver(gradients: Mapping[nn.Parameter, Tensor], factor: float = 1.0) -> No
             continue
         gradient = gradient.to(parameter.device)
         if factor != 1.0:
-            gradient = gradient * factor  # not in place: autograd may have given one tensor to several
+            gradient = gradient * factor  # not in place: autograd may use one tensor for several gradients
         if has_gradient_hooks(parameter):
             torch.autograd.backward(parameter, gradient)
         elif parameter.grad is None:
@@ -37,9 +37,9 @@ def _own(gradient: Tensor, parameter: nn.Parameter, taken: set[int]) -> Tensor:
     memory = address_of(gradient)
     if memory in taken or gradient.stride() != parameter.stride():
         return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-    if memory is not None:  # else it is at a host, which has seen to it
+    if memory is not None:  # None at a host, which has seen to it
         taken.add(memory)
-    # Not as a view, as a linear layer's is: `module.cpu()` would leave the tensor that it is a view of on the device.
+    # Not a view, as a linear layer's gradient is: `module.cpu()` would leave the base of the view on the device.
     return gradient.data
 
 

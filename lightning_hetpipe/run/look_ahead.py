@@ -113,7 +113,7 @@ class LookAhead(DataFetcher):
             raise self._failure
         while len(self._waiting) < limit and self._failure is None and not (self._waiting and self._waiting[-1].done):
             if self._driver.copies_batches and not all(fetched.is_copy for fetched in self._waiting):
-                break  # the next one may lie in the same memory
+                break  # the next batch may lie in the same memory
             try:
                 fetched = self._fetch()
             except StopIteration:
@@ -130,7 +130,7 @@ class LookAhead(DataFetcher):
             number = self._next_number()
             self._driver.submit(number, fetched.ready.batch, fetched.batch_idx, fetched.dataloader_idx)
             self._waiting.append(fetched)
-        if len(self._waiting) > 1:  # memory that a loader fills again later belongs to a batch that is over
+        if len(self._waiting) > 1:  # from now on the loader only reuses memory of batches that are over
             self._first_batch = (None, {})
         current = self._waiting.popleft()
         self.fetched, self.done, self._states = current.fetched, current.done, current.states

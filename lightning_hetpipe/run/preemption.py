@@ -82,7 +82,7 @@ class Preemption:
             self._told, self._wish = now, max(self._wish, END)
         elif now - self._told > TOGETHER and (self._single or self._trainer.is_global_zero):
             redirect.original(*args)
-        elif now - self._told > TOGETHER:  # Lightning's exception would end the others, too
+        elif now - self._told > TOGETHER:  # Lightning's exception would end the others as well
             self._hurries = True
 
     def _on_requeue(self, redirect: Redirect, *args: Any) -> None:

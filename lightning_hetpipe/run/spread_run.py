@@ -54,7 +54,7 @@ class SpreadRun(Metered):
         self._overflow = Overflow(self.module, settings.spread, settings.memory, trainer.optimizers, finetuned)
         self._names = named_pieces(self.module, settings.module)
         self._called: set[str] = set()  # of the modules that the setting ``module`` names
-        self._last: int | None = None  # the minibatch that was counted last; the first one is not
+        self._last: int | None = None  # last minibatch, or None before the first, which is not counted
         self.meter = Meter(0)
         self._busy = 0.0
         self._is_busy = False
@@ -122,7 +122,7 @@ class SpreadRun(Metered):
             return [(devices[0], {name: layer for key, piece in pieces for name, layer in layers_of(key, piece)})]
         layers, where = _parts(self._pieces()), list[int]()
         if len(devices) > 1:
-            for layer in layers.values():  # one without parameters computes where the layer before it does
+            for layer in layers.values():  # a layer without parameters computes where the layer before it does
                 device = next((each.device for each in layer.parameters()), None)
                 where.append(devices.index(device) if device in devices else where[-1] if where else 0)
         else:
@@ -153,7 +153,7 @@ class SpreadRun(Metered):
         """Context manager in which calls of modules that the setting ``module`` names are recorded."""
         compiled = {part for each in self.module.modules() if is_compiled(each) for part in each.modules()}
         named = {name: self.module.get_submodule(name) for name in self._names or ()}
-        # Code that is compiled has no hook: it would be compiled again without it.
+        # Compiled code gets no hook, because a hook would cause another compilation.
         watched = {name: each for name, each in named.items() if each not in compiled and not is_scripted(each)}
         self._called.update(named.keys() - watched.keys())
         hooks = [each.register_forward_pre_hook(partial(self._note, name)) for name, each in watched.items()]

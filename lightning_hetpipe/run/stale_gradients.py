@@ -82,7 +82,7 @@ def automatic_policy(optimizer: Optimizer, *, clipped: bool) -> Automatic:
     if not isinstance(optimizer, MEASURED) or not _steps_as_torch(optimizer):
         return Automatic(STASH, f"predictions were not measured with {name}; weights='pipeoptim' has one for any")
     policy = next(policy for policy in PREFERRED if lacks(policy, optimizer) is None)
-    short = clipped and isinstance(optimizer, SGD)  # whose steps are as long as gradients are large
+    short = clipped and isinstance(optimizer, SGD)  # steps of SGD are as long as gradients are large
     corrected = None if short or policy == "xpipe" else CORRECTED
     return Automatic(POLICIES[policy], f"the optimizer is {name}", corrected)
 

@@ -32,7 +32,7 @@ def check_together(trainer: L.Trainer) -> None:
 
 
 def check_returning(trainer: L.Trainer | None, index: int) -> None:
-    """Refuse what the others did together before their first epoch, and ``index`` would repeat alone."""
+    """Refuse what other virtual workers did together before their first epoch, and ``index`` would do alone."""
     if callbacks_of(trainer, LearningRateFinder):
         raise SettingError(
             f"virtual worker {index} cannot come back to a fit with a LearningRateFinder, whose search all make"

@@ -156,12 +156,12 @@ class Compiled(KindsOfCalls):
             return self._run(layer, value, autocast)
         except (CompilerError, CompilerLimit, NoDropout) as error:
             reasons[layer.first] = compiler_reason(error)
-            value = self._plain(layer, value)  # an error of the layer's own comes from here, as it is
+            value = self._plain(layer, value)  # an error of the layer itself is raised here unchanged
             self._warn(layer, reasons[layer.first])
             return value
 
     def _regroup(self, cannot: Iterable[int]) -> None:
-        """Run the layers ``cannot`` uncompiled from now on. The next forward, of whatever kind, compiles the others."""
+        """Run the layers ``cannot`` uncompiled from now on. The next forward of any kind compiles the other layers."""
         self._cannot |= {*cannot}
         found = [list(of) for _, of in groupby(range(len(self._names)), key=lambda index: index in self._cannot)]
         self._groups = [CompiledGroup(of[0], of[-1] + 1, of[0] not in self._cannot) for of in found]

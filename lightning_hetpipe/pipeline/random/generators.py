@@ -264,7 +264,7 @@ class _Drawing(_Forward):
             return self.forward(*args, **kwargs)
         outer, draws.path = draws.path, self.name()
         try:
-            if outer:  # inside another such module: the mode is on already
+            if outer:  # inside another drawing module the mode is on already
                 return self.forward(*args, **kwargs)
             with draws:
                 return self.forward(*args, **kwargs)
@@ -344,7 +344,7 @@ class _Draws(RandomOperators):
         self.generators = generators
         self.minibatch = minibatch
         self.call = call
-        self.path = ""  # the innermost wrapped module that runs; empty when none does
+        self.path = ""  # path of the innermost running wrapped module, or empty
         self.ordinals: dict[str, int] = {}
 
     def generator(self, device: torch.device) -> torch.Generator:

@@ -131,7 +131,7 @@ class _Refusing(RandomOperators):
 def _noise(value: Tensor, p: float, path: str, ordinal: int, *, features: bool = False) -> Tensor:
     """Return the factors by which dropout multiplies ``value``."""
     keep = 1.0 - p
-    if keep == 0.0:  # nothing is drawn, as in torch's
+    if keep == 0.0:  # like torch's dropout, this draws nothing
         return torch.zeros((), dtype=value.dtype, device=value.device)
     like = value.detach()
     if features:

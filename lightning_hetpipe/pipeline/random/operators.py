@@ -170,7 +170,7 @@ _BY_RECIPE: list[tuple[Recipe | None, str]] = [
     (_fused(11, train=12), "_cudnn_rnn"),
     (_fused(9, train=10), "miopen_rnn"),
     (_fused(5, train=6), "_lstm_mps"),
-    # Marked as random by torch, but they draw nothing themselves.
+    # Operators that torch marks as random, but that draw nothing themselves.
     (
         None,
         "_fused_sdp_choice _nested_tensor_softmax_with_shape _flash_attention_forward_no_dropout_inplace"

@@ -34,7 +34,7 @@ def _elementwise(call: OperatorCall) -> Divided | None:
         return None
     (layout,) = found
     if any(sizes_of(node)[own.dim] != out[layout.dim] for node, own in call.layouts.items()):
-        return None  # its one channel is for all
+        return None  # an operand has one channel for all
     operands = dict(call.layouts)
     for node in call.node.all_input_nodes:
         sizes = sizes_of(node)
@@ -233,7 +233,7 @@ def _einsum(call: OperatorCall) -> Divided | None:
     ((index, layout),) = found
     place = {each: layout.at(own.index(index)) for each, own in indices.items() if index in own}
     if len({sizes_of(each)[own.dim] for each, own in place.items()}) > 1:
-        return None  # of one of them there is one entry for all
+        return None  # an operand has one entry for all
     return Divided(layout.at(max(result.find(index), 0)), place, adds=index not in result)
 
 

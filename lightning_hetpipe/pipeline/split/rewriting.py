@@ -109,7 +109,7 @@ class _Rewriting:
         }
 
     def _find_divided(self) -> None:
-        latest: dict[int, int] = {}  # of what touches each family of values that is written in place
+        latest: dict[int, int] = {}  # level of the last operator on each family of values written in place
         for node in self._joined.graph.nodes:
             if node.op != "call_function":
                 self._levels[node] = 0
@@ -200,7 +200,7 @@ class _Rewriting:
     def divided_layers(self) -> dict[int, LayerWidths]:
         self._decide()
         units, sums = dict[int, dict[str, int]](), set[int]()
-        runs: dict[int, set[int]] = {}  # layers with one run have the same set
+        runs: dict[int, set[int]] = {}  # layers of one run share one set
         for node, found in self._divided.items():
             layer = _layer_of(node)
             run = runs.setdefault(layer, {layer})

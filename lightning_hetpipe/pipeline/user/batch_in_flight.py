@@ -2,12 +2,12 @@
 
 Its life, as its runner's thread goes through it:
 
-    run                  waits for the lock over user code, which others have until then
+    run                  waits for the lock over user code, which other threads have until then
     _run_step            the user's step (a subclass's), in sections of user code
     _through_pipeline    at each call into the pipeline: ends the section and gives the lock back, waits until a stage
                          delivers, and goes on with the lock
     _step_ended          the step is over, or has failed (a subclass's)
-    end                  whoever waits for it goes on
+    end                  a thread that waits for it goes on
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class BatchInFlight:
                 self._pipeline.lock.request(ticket)
             if ticket.wait(min(UNWINDING, self._pipeline.watchdog.seconds)):
                 self._enter()
-            else:  # user code unwinds without the lock: whoever holds it is stuck
+            else:  # user code unwinds without the lock, because its holder is stuck
                 self._pipeline.lock.abandon(ticket)
             raise
         self._enter()

@@ -47,8 +47,7 @@ class Step:
 
     Attributes:
         run: Calls ``training_step``, and returns its output and the loss to differentiate (divided for accumulation).
-        check: Called with this loss before it is differentiated, and the ``id`` of our leaves in its graph. It may
-            raise.
+        check: Checks this loss before it is differentiated, given the ``id`` of our leaves in its graph. It may raise.
         context: Opened once around the whole step, in the minibatch's thread.
         section: Swaps process state in and out around its sections of user code.
     """

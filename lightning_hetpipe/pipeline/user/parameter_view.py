@@ -69,14 +69,8 @@ class _Buffer:
 
 
 class VersionedTensors:
-    """Live parameters, with the places of their versions, and live buffers of which stages have copies.
-
-    Args:
-        root: Names the tensors.
-        stashes: The versions of the live parameters.
-        layers: The live layers, whose buffers are copied.
-        changing: The ``id`` of each live buffer that forwards change.
-    """
+    """Live parameters, whose versions are in ``stashes``, and live buffers of ``layers``, which stages copy. The
+    ``root`` module names the tensors. ``changing`` has the ``id`` of each live buffer that forwards change."""
 
     def __init__(
         self,
@@ -174,12 +168,9 @@ class UsedParameter:
 
 
 class ParameterView(OwnMode):
-    """A mode that gives torch's functions the parameters of ``weights``, opened in the thread of one minibatch.
-
-    Args:
-        ahead: Whether minibatches may run ahead, so that live buffers and gradients are of another moment.
-        device: Device on which user code computes.
-    """
+    """A mode that gives torch's functions the parameters of ``weights``, opened in the thread of one minibatch. If
+    minibatches may run ``ahead``, live buffers and gradients are of another moment. User code computes on
+    ``device``."""
 
     def __init__(self, tensors: VersionedTensors, weights: Reading, ahead: bool, device: torch.device) -> None:
         super().__init__()
@@ -201,7 +192,7 @@ class ParameterView(OwnMode):
     def suspended(self) -> Iterator[None]:
         """Context manager in which functions get their arguments unchanged."""
         before, self._suspended = self._suspended, True
-        left = leave_function_mode(self)  # else it would be asked all the same
+        left = leave_function_mode(self)  # otherwise the mode would still be called
         try:
             yield
         finally:
@@ -268,7 +259,7 @@ class ParameterView(OwnMode):
                 with self.suspended():
                     self.calls.show_buffers()
         before = [version_counter(buffer.live) for buffer in buffers]
-        if weights and name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
+        if weights and name == "data":  # in-place changes of a detached tensor are counted, of .data not
             result = self._use(weights[0]).seen.detach()
         else:
             result = func(*self.replaced(tuple(args)), **self.replaced(kwargs))

@@ -70,7 +70,7 @@ class PieceCall:
     def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
         """Join the call into the user's graph. Return the outputs as part of the graph that leads to ``inputs``."""
         self.outputs = len(outputs.tensors)
-        # Edges and not tensors: one that user code changes in place later has another place in the graph.
+        # Edges and not tensors, because a later in-place change moves a tensor to another place in the graph.
         self.given = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in inputs]
         below = [tensor for tensor in inputs if tensor.requires_grad]
         join: Any = _PieceBoundary.apply  # torch has no types here
@@ -110,11 +110,8 @@ class PieceCall:
     ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Return the gradients of the loss ``total`` with respect to this call's outputs, and to ``leaves``.
 
-        Args:
-            above: The next call, before which user code used the leaves, or None for the last one.
-            later: As for :func:`gradients_below`.
-            within: Opened around the pass, for the user's hooks and recomputed checkpoints.
-            keep_graph: Whether a later pass needs the graph.
+        User code used the leaves before the next call ``above``, which is None for the last call. ``later`` is as for
+        :func:`gradients_below`. ``within`` is opened around the pass, for the user's hooks and recomputed checkpoints.
         """
         self.collecting = True
         _, *found = gradients_below(
@@ -182,7 +179,7 @@ class _PieceBoundary(UntoldFunction):
             call.collected = call.outside.record(gradient.device for gradient in gradients if gradient is not None)
             into: Sequence[Tensor | None] = [None] * ctx.inputs
         elif call.input_gradients is None and not any(gradient is not None for gradient in gradients[: ctx.outputs]):
-            into = gradients[ctx.outputs :]  # user code asks for one of uses after the call
+            into = gradients[ctx.outputs :]  # user code asks for a gradient of uses after the call
         elif call.input_gradients is not None:
             pairs = zip(call.given, call.input_gradients, strict=True)
             into = [gradient for edge, gradient in pairs if edge is not None]

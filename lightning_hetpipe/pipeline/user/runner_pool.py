@@ -33,15 +33,13 @@ JOIN_SECONDS = 5.0
 class RunnerPool(Generic[F]):
     """A pool that runs up to ``in_flight`` batches, each in a runner's thread, and sends them through stages.
 
-    Without ``settings`` it is idle: it has no stages, and is never started.
+    Without ``settings`` it is idle: it has no stages, and is never started. ``following`` and ``preceding`` have the
+    next and the previous segment in its piece for each segment, or None.
 
     Args:
         pieces: Name and layers of each piece, in the order of first calls.
         split_points: The first layer of each stage.
         timeout: Seconds after which a wait in which nothing moves ends with an explanation.
-
-    Attributes:
-        following, preceding: The next and the previous segment in its piece, for each segment, or None.
     """
 
     doing = "training_step of minibatch"
@@ -177,7 +175,7 @@ class RunnerPool(Generic[F]):
                     self._wait_for(batch, deadline)
         finally:
             try:
-                with ExitStack() as ends:  # of all, also where one fails
+                with ExitStack() as ends:  # all end, even if one fails
                     for worker in reversed(workers):
                         ends.callback(worker.close)
             finally:
@@ -188,7 +186,7 @@ class RunnerPool(Generic[F]):
         if stuck:
             warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=3)
         ran, self._runners = bool(self._runners), []
-        if not stuck:  # else what a stage makes of them, late, still ends them
+        if not stuck:  # otherwise a late result of a stage still ends them
             self.minibatches = {}
             if ran:
                 self._let_go()
@@ -252,7 +250,7 @@ class RunnerPool(Generic[F]):
     # Stages.
 
     def abandon(self, batch: F) -> None:
-        """Make stages forget ``batch``, for which nobody waits any more."""
+        """Make stages forget ``batch``, for which no thread waits any more."""
         for stage in self.stages:
             stage.put(Parcel(Cancel(batch.number)))
 

@@ -218,7 +218,7 @@ def spare_generator() -> BitGenerator:
 
 
 def give_back(generator: BitGenerator) -> None:
-    """Keep ``generator``, which nobody uses any more, for :func:`spare_generator`."""
+    """Keep ``generator``, which is unused from now on, for :func:`spare_generator`."""
     if type(generator) is np.random.MT19937:
         _spare.append(generator)
 

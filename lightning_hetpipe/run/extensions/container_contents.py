@@ -220,7 +220,7 @@ def _span(value: Any) -> tuple[int, int] | None:
         return start, start + value.nbytes
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         return None
-    with suppress(RuntimeError):  # of a storage without memory here, as a tensor's of a host
+    with suppress(RuntimeError):  # the storage has no memory here, as of a tensor at a host
         storage = value.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     return None

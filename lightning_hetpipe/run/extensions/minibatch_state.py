@@ -119,7 +119,7 @@ class LossScale:
         """Return ``loss`` times the scale of ``minibatch``."""
         if not self._scaler.is_enabled():
             return loss
-        # A tensor as the scaler's own is: a number would leave a loss in half precision there, and that overflows.
+        # The factor is a tensor, as the scaler's own: with a number, a loss in half precision would overflow.
         return loss * torch.full((), self._of[minibatch], dtype=torch.float32, device=loss.device)
 
     def factor(self, minibatch: int) -> float:

@@ -96,7 +96,7 @@ class Attributes(Extension):
     ahead, all see it. Only the thread that holds the lock over user code may use this object.
     """
 
-    after = (Replay, SharedValues)  # all see stand-ins; values that this keeps apart are compared without it
+    after = (Replay, SharedValues)  # stand-ins come first, and values kept apart here are not compared
 
     module: nn.Module
     versions: Callable[[], Versions]
@@ -109,7 +109,7 @@ class Attributes(Extension):
         self._is_inside = False  # within a section
         self._watched = WatchedAttributes(self.module, self)
         self._now: Time | None = None
-        self._constant: dict[str, bool] = {}  # names of tensors: whether the first section left them as they were
+        self._constant: dict[str, bool] = {}  # by name: whether the first section left the tensor unchanged
         self.emptied(self.versions().empty_at)
 
     def transferring(self, minibatch: int) -> Around:
@@ -245,7 +245,7 @@ class Attributes(Extension):
         if not arrays:
             return {}
         versioned = self.versioned().items()
-        # While nothing runs ahead of the optimizer's steps, weights are as they were.
+        # While nothing runs ahead of the optimizer's steps, weights do not change.
         tensors = [pair for pair in versioned if not (self._is_idle and isinstance(pair[1], nn.Parameter))]
         near = overlapping([*arrays, *(tensor for _, tensor in tensors)])
         pairs = ((array, path, tensor) for array in arrays if id(array) in near for path, tensor in tensors)

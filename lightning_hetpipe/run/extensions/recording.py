@@ -102,7 +102,7 @@ class Recording(Extension):
     @contextmanager
     def doing(self, name: str, minibatch: int) -> Iterator[None]:
         self._recorder.enter(name, minibatch)
-        begins_step = False  # as after a wait for a minibatch
+        begins_step = False  # True after a wait for a minibatch
         try:
             yield
             begins_step = name == "wait_for_minibatch"

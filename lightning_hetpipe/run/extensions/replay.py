@@ -333,7 +333,7 @@ def find_metrics(root: nn.Module) -> list[nn.Module]:
                 look(item, depth - 1)
 
     for module in root.modules():
-        for value in list(vars(module).values()):  # its submodules are in one of them, a dict
+        for value in list(vars(module).values()):  # submodules are in one of the values, a dict
             look(value, 4)
     return list(found.values())
 
@@ -382,4 +382,4 @@ def _same(one: Any, other: Any) -> bool:
 def _same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.allclose(one.to(other), other, equal_nan=True)
-    return bool(one == other or (one != one and other != other))  # NaN is the same answer as NaN
+    return bool(one == other or (one != one and other != other))  # NaN equals NaN

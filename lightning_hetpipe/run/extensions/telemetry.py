@@ -1,6 +1,6 @@
 """Telemetry of a fit: metrics on the Trainer's loggers while it runs, the report at its end, and the pace.
 
-The pace is the minibatches per second that a virtual worker would make if it never waited for others.
+The pace is the minibatches per second that a virtual worker would make if it never waited for other virtual workers.
 """
 
 from __future__ import annotations

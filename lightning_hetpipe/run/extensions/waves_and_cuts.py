@@ -59,7 +59,7 @@ class WavesAndCuts(Extension):
     """Synchronisation of virtual workers at ends of waves, and fully at cuts, where all hold the same weights. Cuts are
     evaluations, checkpoints and ends of epochs. ``pace`` measures this virtual worker's rate for shares by rates."""
 
-    after = (Recording, ProfiledSections, Pace)  # their sections are inside of a cut; a step counts before its wave
+    after = (Recording, ProfiledSections, Pace)  # their sections lie within a cut, and a step counts before its wave
 
     trainer: L.Trainer
     synchroniser: Synchroniser
@@ -77,7 +77,7 @@ class WavesAndCuts(Extension):
         self._pausing = pause
         self._loop = 0
         self._dealt = [*synchroniser.group.seats.taken]  # the virtual workers that have the data of the epoch
-        self._known = {*self._dealt}  # those that have ever taken part
+        self._known = {*self._dealt}  # virtual workers that have ever taken part
         self._coming: dict[int, int] = {}  # ready to come back, each with its incarnation
         self._missed = MissedData()
         synchroniser.group.waiting = self.driver.unlocked
@@ -128,9 +128,11 @@ class WavesAndCuts(Extension):
         redirect.original(*args)
 
     def _meet(self) -> bool:
-        """Prepare a call that all make. Return False within a wave, where unequal shares make it come at different
-        times. After the last minibatch of an epoch, others may still have waves to go. They wait for the last wave of
-        this virtual worker before they come here. So this is a cut."""
+        """Prepare a call that all make. Return False within a wave, where unequal shares make it come at other times.
+
+        After the last minibatch of an epoch, other virtual workers may have waves to go. They wait for this virtual
+        worker's last wave before they come here. So this is a cut.
+        """
         if self._intervals is None or not self._running or self._evaluates or self.trainer.interrupted:
             return True
         if self._intervals.is_last() and not in_a_step(self.trainer):
@@ -203,7 +205,7 @@ class WavesAndCuts(Extension):
         self.preemption.agree([wish for _, wish, *_ in found])
         if wish == LEAVES:
             self.preemption.leave_unless_all_end()
-        if self._coming:  # they are dealt when the next epoch begins; if there is none, a test is divided among these
+        if self._coming:  # the next epoch deals the data, and a test without a next epoch is divided among ``seats``
             group.seats.taken = seats
         else:
             self._deal(seats, trainer.current_epoch + 1)
@@ -233,19 +235,19 @@ class WavesAndCuts(Extension):
         validate_in_epoch(self.trainer)
 
     def _take_part(self) -> None:
-        """Join the others, in a process that has come back: from here on all do everything together."""
+        """Join the other virtual workers, in a process that has come back: from here on all act together."""
         trainer, group = self.trainer, self.synchroniser.group
         self._compare()
         self._compared, self._loop = True, group.weights.member.cut // LOOP
         begin_next_epoch(trainer)
         make_loaders_as(trainer, group.seats.agreed[LOADERS])
-        # Callbacks decide by them, such as one that saves within an epoch by the last validation; all have to alike.
+        # Callbacks that decide by metrics (as a save within an epoch by the last validation) must decide alike on all.
         device = trainer.strategy.root_device
         trainer.callback_metrics.update({name: value.to(device) for name, value in group.seats.agreed[METRICS]})
         group.take_part()
 
     def _on_validation_loaders(self, redirect: Redirect, *args: Any) -> None:
-        """Make validation loaders alone in a process that comes back: the others make theirs at another time."""
+        """Make validation loaders alone in a process that comes back: other processes make theirs at another time."""
         group = self.synchroniser.group
         if group.seats.returning is None:
             redirect.original(*args)
@@ -264,7 +266,7 @@ class WavesAndCuts(Extension):
             group.seats.agreed[METRICS] = [(name, torch.as_tensor(value).cpu()) for name, value in metrics]
             self.synchroniser.save_for_returning(file.path)
             with self.driver.synchronising():
-                # Live weights stay as they are: what hooks have changed is shared when the epoch begins.
+                # Live weights stay unchanged: changes by hooks are shared when the epoch begins.
                 back = group.readmit(coming, file.path, self._number(0))
         for vw in back:
             how = "come back" if vw in self._known else "joined"
@@ -290,7 +292,7 @@ class WavesAndCuts(Extension):
             )
 
     def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
-        """Cut for a checkpoint within an epoch. After an exception nobody waits."""
+        """Cut for a checkpoint within an epoch. After an exception no virtual worker waits."""
         if self._running and not self.trainer.interrupted:
             if in_a_step(self.trainer):
                 raise SettingError(
@@ -317,7 +319,7 @@ class WavesAndCuts(Extension):
         with self.driver.synchronising():
             cut = self.synchroniser.cut(number, version, self.driver.computing)
         if cut:
-            if self._intervals is None:  # else waves are whole ones, but for the last
+            if self._intervals is None:  # otherwise waves are whole, except for the last
                 begun, in_epoch = begun_minibatches(self.trainer)
                 self._mark(in_epoch - begun + version)
             self.synchroniser.take_averages(averages(self.trainer))
