@@ -54,7 +54,7 @@ class VersionBuffer:
 
     def fill(self, version: Version, steps: int, frozen: Mapping[int, Tensor]) -> None:
         """Take the live weights, moved on by ``steps`` optimizer steps, the ``frozen`` ones, and the flags."""
-        self.parts = {}
+        self.parts.clear()  # also for regions that keep the table until their next call
         if any(self.tensors[number] is not tensor for number, tensor in frozen.items()):
             self.tensors = [frozen.get(number, tensor) for number, tensor in enumerate(self.tensors)]
         unmoved: list[tuple[Tensor, Tensor]] = []

@@ -30,9 +30,9 @@ class Sending:
         self.layer = GraphLayer(torch.device("cpu"))
         self.add(0)
         self.sent: list[int] = []
-        stage: Any = SimpleNamespace(layers=[Layer("x", self.layer)], _known=[1], _lock=threading.Lock())
+        stage: Any = SimpleNamespace(layers=[Layer("x", self.layer)], _known=[1], _adding=threading.Lock())
         stage._variants = lambda: RemoteStage._variants(stage)
-        stage._tell = self._tell
+        stage._memory = SimpleNamespace(tell=self._tell)
         self._stage = stage
 
     def send_variants(self) -> None:

@@ -131,7 +131,7 @@ class Exchange:
         self.given: dict[int, bytes] = {}
 
     def member(self, index: int) -> Any:
-        def gather(ordinal: int, chunk: bytes) -> dict[int, bytes]:
+        def gather(chunk: bytes) -> dict[int, bytes]:
             self.given[index] = chunk
             self.barrier.wait(SECONDS)
             found = dict(self.given)
