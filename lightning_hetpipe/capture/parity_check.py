@@ -328,7 +328,7 @@ def tolerance_of(autocast: Autocast, tensor: Tensor | None) -> Tolerance:
 
 
 def alike(one: Tensor | None, other: Tensor | None, tolerance: Tolerance, largest: float = 0.0) -> bool:
-    """Return True if two tensors of one shape are equal up to rounding, beside a tensor of norm ``largest``."""
+    """Return True if two tensors of one shape differ by rounding, or by little next to a tensor of norm ``largest``."""
     if one is None or other is None:
         return one is other
     size, difference = _norm(one), _norm(one - other.to(one.device))

@@ -25,7 +25,7 @@ from lightning_hetpipe.torch_private.modules import behind_compile, has_any_hook
 
 
 class SingleLayer(nn.Module):
-    """Caller of ``module``, a piece that is one layer of torch.nn, with its arguments as one value.
+    """Adapter of ``module``, a piece that is one layer of torch.nn, which takes its arguments as one value.
 
     It calls ``forward`` because the user's call of the piece already went through ``__call__``.
     """

@@ -109,7 +109,7 @@ class Moment:
     copies: Mapping[str, tuple[Data, Data]]
 
     def differences(self) -> Iterator[Difference]:
-        """Yield each value that differs now."""
+        """Yield each value that has changed since this moment."""
         found = set[str]()
         for each in self._exchanged():
             found.add(each.path)

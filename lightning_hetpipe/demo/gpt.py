@@ -19,7 +19,7 @@ _Beta = Annotated[float, Bounds(0, 0.9999999)]
 
 
 class Embedding(nn.Module):
-    """Map bytes (N, T), int64, to the sum of a token's and a position's vector, (N, T, width)."""
+    """Layer that maps bytes (N, T), int64, to the sum of a token's and a position's vector, (N, T, width)."""
 
     def __init__(self, context: int, width: int, dropout: float) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """Messages between a stage's host and the process of Lightning's loop, besides the stage's own messages.
 
     to the host      Do, and once the stage is set up its tasks
+    from the host    results of tasks, Brought, and Broken at the end
     host to host     Handed, Forgotten
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
@@ -39,7 +40,7 @@ class Do(NamedTuple):
 
 
 class SetUp(NamedTuple):
-    """The stage that the host is to be.
+    """Settings from which a host makes its stage.
 
     Attributes:
         layers: Layers as data.

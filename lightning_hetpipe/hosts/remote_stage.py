@@ -351,6 +351,7 @@ class RemoteStage(Stage):
             raise self._host_lost() from None
 
     def _begin(self, order: orders.Do) -> Future[Any]:
+        """Send ``order`` to the host, and return its result to come."""
         number, result = next(self._numbers), Future[Any]()
         with self._lock:
             if self._is_over:

@@ -102,8 +102,8 @@ def _flushes_denormals() -> bool:
 
 
 class HostedStage(Stage):
-    """The stage at its host. ``forget`` makes hosts of other stages forget what they got of a minibatch, after all
-    earlier work. ``arguments`` are those of ``Stage``."""
+    """The stage at its host. ``forget`` makes peer hosts drop a minibatch's tensors, after all earlier messages.
+    ``arguments`` are those of ``Stage``."""
 
     def __init__(self, forget: Callable[[int], None], **arguments: Any) -> None:
         self._have_forgotten = forget

@@ -65,7 +65,7 @@ class LayerGraph:
         return "\n".join(each.code for each in (self.module, *self.regions))
 
     def run(self) -> Run:
-        """Make the function that computes the graph."""
+        """Return a function that runs the graph."""
         run, outputs = functools.partial(self.module.forward, *self.regions), self.outputs
 
         def passing_on(variant: int, *values: Any) -> Any:

@@ -58,8 +58,8 @@ class SavedForBackward:
 
 
 class SegmentRunner:
-    """The layers of one segment, behind the first ``start`` layers in the stage's ``stash``. If the stage has several
-    devices, their ``members`` compute the layers together."""
+    """Runner of the layers of one segment, which begin at index ``start`` of the stage's ``stash``. If the stage has
+    several devices, their ``members`` compute the layers together."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Messages between a stage and the rest of its virtual worker: plain data that is not bound to threads.
 
     to a stage      Forward, Backward, Cancel     in its inbox, first in, first out
+    from a stage    Output, InputGradients        for each forward and backward, or Failure
     between tasks   Version (begin, publish), and buffers and gradients of a minibatch
 
 No message holds a lock, a queue, a thread, a live module or a minibatch. A carrier between threads adds the order of

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from lightning_hetpipe.lightning_private import DataFetcher
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, current
-from lightning_hetpipe.pipeline.user.runner_pool import IDLE, RunnerPool
+from lightning_hetpipe.pipeline.user.runner_pool import NO_STAGES, RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.run.lifecycle import Around, Extension, Extensions
 from lightning_hetpipe.run.look_ahead import LookAhead
@@ -30,7 +30,7 @@ class Driver(Generic[F]):
         self.extensions = Extensions()
         self.restarts = False
         self.copies_batches = False
-        self.pool: RunnerPool[F] = IDLE
+        self.pool: RunnerPool[F] = NO_STAGES
         self._over = -1  # the last step of which `stepped` was told
 
     # What each loop knows.

@@ -27,7 +27,7 @@ class Extension:
 
     Events are raised in Lightning's thread, except for ``user_step`` and ``section``, which are raised in the runner's.
     An event that returns a context lasts as long as the context is open. ``after`` lists extensions that must answer
-    events before this one. Contexts that they open are inside this one's contexts.
+    plain events before this one. Contexts are opened in the reverse order, so their contexts are inside this one's.
     """
 
     after: tuple[type[Extension], ...] = ()
@@ -52,10 +52,10 @@ class Extension:
         return NO_SECTION
 
     def arrived(self, minibatch: int) -> None:
-        """Lightning's loop is at the step of ``minibatch``, whose gradients are there, or which has failed."""
+        """Lightning's loop is at the step of ``minibatch``, which is done or has failed. A fit has its gradients."""
 
     def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
-        """The gradients are there, and Lightning's buffers have the values that the minibatch's forward left."""
+        """The minibatch has succeeded, and Lightning's buffers have the values that its forward left."""
 
     def stepped(self, version: int) -> None:
         """Step ``version`` is over, with all its callbacks, and Lightning asks for the next batch."""

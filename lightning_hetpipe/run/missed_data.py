@@ -56,7 +56,8 @@ class MissedData:
         self._marks = []
 
     def mark(self, clock: int, minibatch: int) -> None:
-        """Record that all present virtual workers are at ``clock``, after ``minibatch`` on virtual worker 0."""
+        """Record that all present virtual workers are at ``clock``, after minibatch ``minibatch`` of the
+        epoch on virtual worker 0."""
         self._marks.append((clock, minibatch))
 
     def report(self, vw: int, clock: int, lengths: Sequence[int], epoch: int) -> tuple[str, int]:

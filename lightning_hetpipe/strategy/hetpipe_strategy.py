@@ -176,7 +176,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
             self._timeline = Window(first, last, LONGEST)
         self._asked_in_flight = given.in_flight != "auto"
         self._workers = workers = VirtualWorkers(given, relations.plan(given.plan), self._in_flight_now)
-        workers.place(given.cluster_environment, given.parallel_devices, 1)
+        workers.set_environment(given.cluster_environment, given.parallel_devices, 1)
         self._devices = PlannedDevices(given, workers)
         self._checkpoints = SharedCheckpoints(workers)
         self.num_nodes = 1
@@ -232,7 +232,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         return self._checkpoints.is_writer
 
     def _configure_launcher(self) -> None:
-        self._workers.place(self.cluster_environment, self.parallel_devices, self.num_nodes)
+        self._workers.set_environment(self.cluster_environment, self.parallel_devices, self.num_nodes)
         self._devices.check()
         self._launcher = self._workers.launcher()
 

@@ -272,7 +272,7 @@ def _written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 
 def _noted(value: Any) -> Any:
-    """Return a view for an argument on meta, else a copy, because the caller may change the argument later."""
+    """Return what to record: a view for a tensor on meta, a copy of what the caller may change later."""
     if isinstance(value, torch.Generator):
         return None if value is torch.default_generator else value.clone_state()
     if isinstance(value, Tensor):

@@ -67,7 +67,9 @@ class VirtualWorkers:
 
     # This process among them.
 
-    def place(self, by: ClusterEnvironment | None, devices: Sequence[torch.device] | None, num_nodes: int) -> None:
+    def set_environment(
+        self, by: ClusterEnvironment | None, devices: Sequence[torch.device] | None, num_nodes: int
+    ) -> None:
         """Note the Trainer's cluster environment ``by``, its devices and its number of nodes."""
         self.devices, self._num_nodes = devices or [torch.device("cpu")], num_nodes
         self._environment = by or LightningEnvironment()

@@ -198,7 +198,7 @@ class _Heard:
 
 
 def _refuse_unheard(node: Any) -> None:
-    """Run when torch makes the node of a custom autograd function, before the function's ``forward``."""
+    """Refuse an ``apply`` that our modes cannot see: called when torch makes a custom function's node."""
     function, heard = node._forward_cls, _heard.function
     _heard.function = None
     if function is heard or not issubclass(function, torch.autograd.Function) or issubclass(function, UntoldFunction):

@@ -281,10 +281,10 @@ class RunnerPool(Generic[F]):
 
 class _IdlePool(RunnerPool[Any]):
     def __reduce__(self) -> str:  # copies of a run share it, as nothing changes it
-        return "IDLE"
+        return "NO_STAGES"
 
 
-IDLE: RunnerPool[Any] = _IdlePool("hetpipe-idle")
+NO_STAGES: RunnerPool[Any] = _IdlePool("hetpipe-idle")
 """Pool of a run without stages."""
 
 

@@ -181,8 +181,8 @@ _unpaired: tuple[BitGenerator, bytes] | None = None  # the default generator, an
 
 @dataclass(frozen=True)
 class NumpyState:
-    """State of numpy's default ``generator``, which may be the user's. ``paired`` is all of numpy's state, if numpy
-    keeps the second of a pair of normal numbers."""
+    """State of numpy's default ``generator``, which may be the user's. ``paired`` is numpy's full state if
+    numpy keeps the second of a pair of normal numbers, otherwise None."""
 
     generator: BitGenerator
     paired: dict[str, Any] | None

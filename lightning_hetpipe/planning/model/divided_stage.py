@@ -144,7 +144,8 @@ def _runs(profile: Profile, layers: Iterable[int]) -> list[_RunBytes]:
 
 
 def _whole(runs: Sequence[_RunBytes], held: int) -> int:
-    """Bytes of a device beside the first one that do not depend on its part: inputs, sums, and one gradient."""
+    """Bytes of a device beside the first one that do not depend on its part: inputs, sums, and the largest
+    gradient."""
     return held * sum(run.inputs + run.added for run in runs) + max(run.inputs + run.added for run in runs)
 
 

@@ -46,7 +46,7 @@ def read(path: str | os.PathLike[str], hint: Any, version: int | None = None) ->
 
 
 def plain(value: Any) -> Any:
-    """Convert ``value`` to JSON's types. Fields of records are left out at their default, unless a factory makes it."""
+    """Convert ``value`` to JSON's types. Leave fields of records out if they equal a default that is no factory's."""
     if is_record(type(value)):
         own = {key: (getattr(value, each.name), each) for key, each in declared(type(value)).parameters.items()}
         return {key: plain(found) for key, (found, each) in own.items() if found != each.default}

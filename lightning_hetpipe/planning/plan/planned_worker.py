@@ -135,7 +135,8 @@ class PlannedStage(DeviceLabel):
 
 @dataclass(frozen=True)
 class PlannedWorker(CheckedRecord):
-    """A virtual worker. ``wave`` is W_v, or None for the plan's W. Its rate is its part of the rate of all."""
+    """A virtual worker. ``wave`` is W_v, or None for the plan's W. ``minibatches_per_second`` is its simulated part
+    of the total rate. ``stages`` are in the order of layers."""
 
     minibatches_per_second: Annotated[float, Bounds(0)]
     stages: Annotated[tuple[PlannedStage, ...], Length(1), "a list of at least one stage"]

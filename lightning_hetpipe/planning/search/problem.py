@@ -157,8 +157,8 @@ class PlanningProblem:
     def surely_lacks(self, division: Division, in_flight: int) -> bool:
         """Return True if a stage of ``division`` has no room for what it holds when its first backward is ready.
 
-        Until then only forwards ran on this stage and before, at the pace of the slowest stage. Forwards ready by then
-        come first.
+        Until then only forwards ran on this stage and before, at the pace of the slowest stage. A forward that is ready
+        before the first backward runs before it.
         """
         if self.profile.calls:
             return False

@@ -129,7 +129,7 @@ class HeldWeights:
         return self._in_order(lambda part: part.weight_views[newest])
 
     def update(self) -> list[Tensor]:
-        """Return all parameters in the blocks of the update."""
+        """Return the update of all parameters, as views of its blocks."""
         return self._in_order(lambda part: part.update_views)
 
     def take(self, update: Sequence[Tensor]) -> str | None:

@@ -71,9 +71,9 @@ class Coordinator:
         self._came: dict[int, float] = {}
         """Times of the VWs' first requests to join a running session without weights."""
         self._attempts: dict[int, int] = {}
-        """Reports with which the members became members."""
+        """Numbers of the reports with which the members became members."""
         self._reports: dict[int, int] = {}
-        """Last report of each VW."""
+        """Number of the last report of each VW."""
         self._recovery: Recovery | None = None
         self._lost_at: float | None = None
         """Time of the first report of a generation that has ended."""

@@ -125,7 +125,7 @@ def block_of(size: int) -> Tensor:
 
 
 def memory_of(block: Tensor) -> memoryview:
-    """Return the bytes of ``block``, which keep it alive."""
+    """Return a view of the bytes of ``block`` that keeps the block alive."""
     array: np.ndarray[tuple[int], np.dtype[np.uint8]] = block.numpy()
     return memoryview(array)  # type: ignore[arg-type]  # arrays are buffers, which numpy says from Python 3.12 on
 
