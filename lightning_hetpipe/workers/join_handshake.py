@@ -85,6 +85,8 @@ class JoinHandshake:
         self._joining: Client | None = None
         self._incarnation = 0
         """Incarnation of this process, in the sessions of the launch and of fits."""
+        self._came_late = False
+        """True if the other virtual workers had joined the launch before this process, and are present."""
         self.returns = False
         """True while this process comes to sessions that the other virtual workers have joined."""
         self.is_new = False
@@ -147,7 +149,7 @@ class JoinHandshake:
         placed = place(parameters, len(self._channels), self.settings.placement, homes)
         # A server without parameters gets no calls, because it may be lost.
         used = servers or [server for server, its in enumerate(placed) if its or server == COORDINATOR]
-        if self.found.launch and parameters and not self.returns:  # else the others are present
+        if self.found.launch and parameters and not self._came_late:
             for server in used:
                 if server not in self._present:
                     self._present[server] = self.join(_PRESENCE, servers=[server])[0]
@@ -200,7 +202,7 @@ class JoinHandshake:
                 )
             client, _ = self.join(session)
             self._incarnation = client.member.incarnation
-            self.returns = client.member.came_late
+            self.returns = self._came_late = client.member.came_late
             if self.returns:
                 self._end_former()
             return client

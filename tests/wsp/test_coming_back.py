@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from lightning_hetpipe.launch.launcher import LEFT_OUT
 from tests.hosts.elsewhere import serving
 from tests.oracle import Run, State
+from tests.support import forks
 from tests.support.equality import assert_same
 from tests.wsp.launch import Job, left_behind, start
 from tests.wsp.membership import check_recorded, epochs_of
@@ -246,6 +249,26 @@ def test_data_is_dealt_among_those_that_take_part(tmp_path: Path) -> None:
     assert len(first["outputs"]) == 5 + 5 + 10 + 5
     assert len(second["outputs"]) == 5
     assert_same(first["end"].weights, second["end"].weights)
+
+
+@pytest.mark.slow
+def test_one_that_came_back_takes_part_in_the_next_fit_at_servers_that_were_named(tmp_path: Path) -> None:
+    folders = [tmp_path / each for each in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    command = ["-m", "lightning_hetpipe.cli.hetpipe_server", "address=127.0.0.1:0", f"service.lease={LEASE}"]
+    server = forks.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, loaded="libraries")
+    try:
+        assert server.stdout is not None
+        wsp = {"lease": LEASE, "restarts": 1, "servers": [server.stdout.readline().split()[2].rstrip(";")]}
+        first = coming_back(folders[0], wsp=wsp)
+        second = Job(folders[1], "by epoch", lengths=(5, 5), in_flight=2, more={"wsp": wsp})
+        done = start(first, second)
+    finally:
+        server.terminate()
+        server.communicate()
+    assert done.returncode == 0, done.stderr
+    assert len(first.written()) == len(second.written()) == 2
 
 
 @pytest.mark.slow

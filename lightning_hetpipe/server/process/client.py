@@ -97,7 +97,7 @@ class Client:
         self._channels = channels
         self._lease = lease
         self._lost, self._on_departed, self._on_updates_lost = lost, departed, updates_lost
-        self._told: set[messages.Departed | messages.Lost] = set()
+        self._told: dict[messages.Departed | messages.Lost, None] = {}
         self._hears = threading.Lock()
         self._stopped = threading.Event()
         self._heart_channel = channels[COORDINATOR] if heart is None else heart
@@ -282,7 +282,7 @@ class Client:
         with self._hears:
             # Calls raise an error for this VW's own departure.
             news = [each for each in told if each not in self._told and each.vw != self.vw]
-            self._told.update(news)
+            self._told.update(dict.fromkeys(news))
         for each in news:
             listener(each)
 

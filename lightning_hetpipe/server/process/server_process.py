@@ -253,6 +253,8 @@ class Supervisor:
                     return False
                 what = f"could not be started again ({str(error).rstrip('.')})"
                 continue
+            if self._ending.is_set():
+                return False
             self._say(
                 f"the parameter server {first} and was started again; training goes on from what the virtual workers"
                 " hold"

@@ -121,8 +121,10 @@ class KeptContent:
                     raise answer
             elif answer is not None and not isinstance(answer, messages.NotYet):
                 return
-            if answer is not None:
+            if isinstance(answer, messages.NotYet):
                 wait = Wait(self._client)
+            elif answer is not None:
+                wait.hear()
             wait.check(f"VW {self._client.vw} has waited", f"'{message.name}'")
             if not isinstance(answer, messages.NotYet):
                 self._client.pause()
