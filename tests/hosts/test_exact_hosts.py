@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_hetpipe.hosts.stages_apart import StagesApart
+from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.hosts.elsewhere import Hosts, elsewhere
 from tests.hosts.host_threads import HostThread
+from tests.oracle import Batch, Outputs
+from tests.support.equality import assert_same
 from tests.support.marks import slow_except
-from tests.support.models import ADAMW, Learner
+from tests.support.models import ADAMW, CLASSES, Learner, Task, vectors
+from tests.support.trainers import quiet_trainer
 
 ROWS = [(name, in_flight, stages) for name in CASES for in_flight, stages in ((2, 2), (3, 3), (4, 4))]
 QUICK = [("views", 3, 3), ("resnet", 2, 2), ("dropout", 4, 4), ("translator", 2, 2)]
@@ -60,3 +66,26 @@ def test_weight_policies(weights: str, host_threads: list[HostThread]) -> None:
     strategy = elsewhere(layers, 2, 3, weights=weights)
     assert_equal(expected, fit(adam(), loader, strategy=strategy, accumulate_grad_batches=every))
     assert host_threads
+
+
+class Penalised(Task):
+    """Reads a number that it computes from weights of the first stage."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES)))
+        self.read: list[float] = []
+
+    def compute(self, batch: Batch) -> Outputs:
+        penalty = 0.01 * self.net[0].weight.square().sum()
+        self.read.append(float(penalty))
+        return {"loss": super().compute(batch)["loss"] + penalty}
+
+
+def test_numbers_are_read_of_weights_at_hosts(host_threads: list[HostThread]) -> None:
+    found = []
+    for strategy in (even(3, 2, 3), elsewhere(3, 2, 3)):
+        quiet_trainer(strategy).fit(task := Penalised(), vectors(24, 4))
+        found.append((task.read, dict(task.state_dict())))
+    assert len(host_threads) == 1
+    assert_same(found[0], found[1])

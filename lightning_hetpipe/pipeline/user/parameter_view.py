@@ -92,6 +92,7 @@ class VersionedTensors:
             if (found.changes if isinstance(found, _Buffer) else found.live.requires_grad)
         }
         """Known tensors that change, by the address of their memory."""
+        self.memory.pop(None, None)  # of tensors at hosts
 
     def of_version(self, live: nn.Parameter, weights: Reading) -> Tensor:
         """Return the tensor of a ``live`` parameter in ``weights``."""
