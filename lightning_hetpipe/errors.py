@@ -63,7 +63,7 @@ class VirtualWorkerLost(RuntimeError):
     """This virtual worker cannot go on, without a fault of the program, and ends alone as if it had been killed.
 
     The other virtual workers go on without it, unless it is virtual worker 0. ``message`` is for its user. ``why`` is
-    for those who go on, as the end of a sentence, or empty if they know the reason.
+    for these other virtual workers, as the end of a sentence, or empty if they know the reason.
     """
 
     is_news = False

@@ -343,7 +343,7 @@ def write_assigned_buffers(
 
     At the end, the write would join all layers from the first to the last read into one layer. Earlier reads get a
     copy, since autograd may keep it for the backward. ``buffers`` has the module's buffers by path, and ``assigned``
-    the paths of those that were seen to be assigned.
+    the paths of the buffers that were seen to be assigned.
 
     Raises:
         PipelineRefusal: for a value that is a view of the buffer or requires a gradient, and for a buffer that

@@ -96,7 +96,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def _draw(name: str, owners: Mapping[str, str], ordinals: dict[str, int], node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of :func:`drawn` before those of ``node``, a random operation.
+    """Return the arguments of :func:`drawn` that come before the arguments of ``node``, a random operation.
 
     ``owners`` has the first path of the module at each path, because a shared module has several paths. ``ordinals``
     counts the operations of each module that have drawn so far.

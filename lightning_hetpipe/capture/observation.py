@@ -106,7 +106,7 @@ class Observation:
         self._changes_weights = self._weights != _counters(self._parameters)
 
     def layer(self, root: nn.Module, attributes: AttributesBefore) -> Layer:
-        """Make the module a layer, of which stages run copies. ``attributes`` are those of the module before the call.
+        """Make the module a layer, of which stages run copies. ``attributes`` are from before the call.
 
         Raises:
             SettingError: if copies could not do what the module does.

@@ -55,7 +55,7 @@ class TakenApart:
         return bool(self.modules)
 
     def explanation(self) -> str:
-        """Explain to people what is pipelined and what is not."""
+        """Explain to people which modules are pipelined and which are not."""
         name, *others = self.modules
         also = f" ({len(others)} more are taken apart, too)" if others else ""
         pieces = [f"'{piece}'" for piece in self.pieces]
@@ -123,7 +123,7 @@ class PieceSearch:
         return next((place for place, found in enumerate(self._found) if found is piece), -1)
 
     def taken_apart(self, seconds: float) -> TakenApart:
-        """Describe what is not pipelined as a whole, in a step that took ``seconds``."""
+        """Describe the modules that are not pipelined as a whole, in a step that took ``seconds``."""
         left = [call for call in self.calls if self._place(call.piece) < 0]
         return TakenApart(
             {call.piece.name: call.piece.module for call in left},

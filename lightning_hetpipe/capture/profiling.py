@@ -127,7 +127,7 @@ class Microbenchmark:
         return outputs
 
     def backward(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of the leaves ``inputs``, followed by those of the weights."""
+        """Return the gradients of the leaves ``inputs``, followed by the gradients of the weights."""
         with torch.enable_grad():
             ones = [torch.ones_like(o) if o.is_floating_point() else None for o in outputs]
             found = gradients(outputs, ones, [*inputs, *self._parameters])

@@ -62,7 +62,7 @@ def _job(config: DictConfig) -> float | None:
 
 
 def _restarts(config: DictConfig) -> int:
-    """Return how often a run on one machine may be started again. The run itself refuses what is not a number."""
+    """Return the number of times that a run on one machine may be restarted. The run itself refuses other values."""
     if OmegaConf.select(config, "trainer.num_nodes") not in (None, 1):
         return 0
     given = [section.get("restarts") for section in _wsp_sections(config)]

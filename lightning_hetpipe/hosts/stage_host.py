@@ -103,7 +103,7 @@ def _flushes_denormals() -> bool:
 
 class HostedStage(Stage):
     """The stage at its host. ``forget`` makes peer hosts drop a minibatch's tensors, after all earlier messages.
-    ``arguments`` are those of ``Stage``."""
+    ``arguments`` are the arguments of ``Stage``."""
 
     def __init__(self, forget: Callable[[int], None], **arguments: Any) -> None:
         self._have_forgotten = forget

@@ -268,7 +268,7 @@ class ServingLauncher(BaseLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         """Serve, and end the program by SystemExit. Only virtual workers run the Trainer's function. The first SIGTERM
-        is left to the virtual workers, which have still to save what is here. A second one ends this process."""
+        is left to the virtual workers, which must still save the weights here. A second SIGTERM ends this process."""
         try:
             with left_to_others():
                 code = self.serve()

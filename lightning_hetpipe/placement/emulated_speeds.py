@@ -56,7 +56,7 @@ def pads(stages: Sequence[StageEstimate]) -> list[Pad]:
 
 
 def described(profile: Profile, cluster: Cluster, factor: float) -> str:
-    """Describe in one line what is emulated, and how fast."""
+    """Describe in one line the emulated devices and their speeds."""
     if not _knows_ratios_only(profile):
         names = ", ".join(dict.fromkeys(slot.device.name for slot in cluster.slots))
         return f"{names} are emulated on this CPU: each stage takes the seconds of its device's profile"

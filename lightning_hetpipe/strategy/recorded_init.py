@@ -60,7 +60,10 @@ _inside = threading.local()
 
 def is_recorded(tensor: Tensor) -> bool:
     """Return True if :func:`replay` can give values to ``tensor``, which is on meta: something has written to it."""
-    return _is_known(tensor) and (not tensor.numel() or _origin(tensor)[1] in _origin(tensor)[0].written)
+    if not _is_known(tensor):
+        return False
+    construction, memory = _origin(tensor)
+    return not tensor.numel() or memory in construction.written
 
 
 def replay(tensors: Sequence[Tensor], seed: int) -> None:
@@ -200,9 +203,9 @@ class _Construction(ThreadDispatchMode):
             if (other := _origin(tensor)[0]) is not self:
                 self.before[other] = None
         for tensor in written:
-            storage = tensor.untyped_storage()
-            _memories[storage] = self, _memories[storage][1]
-            self.written.add(_memories[storage][1])
+            _, memory = _origin(tensor)
+            _memories[tensor.untyped_storage()] = self, memory
+            self.written.add(memory)
         self.calls.append(_Call(next(_count), function, given[0], given[1], made, torch.get_default_dtype()))
         if any(isinstance(each, torch.Generator) for each in pytree.tree_leaves(given)):
             args, kwargs = pytree.tree_map(_scratch, (args, kwargs))
@@ -241,7 +244,7 @@ class _View:
     @classmethod
     def of(cls, tensor: Tensor) -> _View:
         storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
-        return cls(_memories[storage][1], storage.nbytes(), tensor.dtype, tensor.shape, tensor.stride(), offset)
+        return cls(_origin(tensor)[1], storage.nbytes(), tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def on(self, memories: Mapping[int, torch.UntypedStorage]) -> Tensor:
         """Return this view as a tensor in one of ``memories`` on the host."""

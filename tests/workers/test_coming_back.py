@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -48,10 +49,24 @@ class Lost(Pair):
         self.back: list[int] = []
         self.groups[0]._on_return = self.back.append
 
+    def comes(self) -> Future[Any]:
+        """Have the lost one come back, until it is ready; gives its entry into the fit, which is to come."""
+        self.again.open()
+        entered = self.threads.submit(self.again.enter_fit, NAMED, ())
+        until(lambda: bool(self.groups[0].seats.ready()), "it does not come")
+        return entered
+
     def both(self, method: str, arguments: Any) -> None:
         calls = [self.threads.submit(getattr(each, method), *arguments(each.index)) for each in self.groups]
         for call in calls:
             call.result(SECONDS)
+
+
+def state(folder: Path) -> Path:
+    """A checkpoint for whoever comes back."""
+    saved = folder / "state.ckpt"
+    saved.write_bytes(b"state")
+    return saved
 
 
 def test_it_is_answered_from_the_record_until_it_has_a_seat(
@@ -94,11 +109,8 @@ def test_one_that_asks_for_a_seat_too_late_may_be_started_again(
     monkeypatch.setattr("lightning_hetpipe.workers.join_handshake.LEASES_FOR_A_SEAT", 0.5)
     lost = Lost(exits, monkeypatch)
     first, again = lost.groups[0], lost.again
-    again.open()
-    entered = lost.threads.submit(again.enter_fit, NAMED, ())
-    until(lambda: bool(first.seats.ready()), "it does not come")
-    saved = tmp_path / "state.ckpt"
-    saved.write_bytes(b"state")
+    entered = lost.comes()
+    saved = state(tmp_path)
     first.seats.offer(first.seats.ready(), saved, first.check)  # and no cut
     with pytest.raises(SeatMissed, match="it had no seat when they went on") as missed:
         entered.result(SECONDS)
@@ -113,11 +125,8 @@ def test_one_that_comes_to_a_later_cut_than_that_of_its_state_has_no_seat(
 ) -> None:
     lost = Lost(exits, monkeypatch)
     first, again = lost.groups[0], lost.again
-    again.open()
-    entered = lost.threads.submit(again.enter_fit, NAMED, ())
-    until(lambda: bool(first.seats.ready()), "it does not come")
-    saved = tmp_path / "state.ckpt"
-    saved.write_bytes(b"state")
+    entered = lost.comes()
+    saved = state(tmp_path)
     first.seats.offer(first.seats.ready(), saved, first.check)  # and no cut
     saved.write_bytes(b"")
     assert first.readmit({}, saved, CUT) == []
@@ -139,11 +148,8 @@ def test_one_that_is_left_out_while_it_comes_back_may_come_once_more(
     def silent(*_: Any) -> None:
         raise RemoteFault(Refusal.LEFT_OUT, "VW 1 was silent for longer than its lease")
 
-    again.open()
-    entered = lost.threads.submit(again.enter_fit, NAMED, ())
-    until(lambda: bool(first.seats.ready()), "it does not come")
-    saved = tmp_path / "state.ckpt"
-    saved.write_bytes(b"state")
+    entered = lost.comes()
+    saved = state(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Client, "join", silent)
         first.seats.offer(first.seats.ready(), saved, first.check)
@@ -188,8 +194,7 @@ def test_others_do_not_wait_for_one_that_does_not_ask(
     launch = again._launch
     assert launch is not None
     launch.ask(Recall(1, launch.member.incarnation, STATE))
-    saved = tmp_path / "state.ckpt"
-    saved.write_bytes(b"state")
+    saved = state(tmp_path)
     assert first.readmit(first.seats.ready(), saved, CUT) == []
     assert list(first.seats.taken) == [0]
     again.part("", alone=True)
@@ -209,9 +214,7 @@ def test_one_that_is_ready_when_the_fit_ends_ends_as_well(exits: ExitStack, monk
     """It waited for a next epoch, and whatever the others did next, such as a test, waited for it."""
     lost = Lost(exits, monkeypatch)
     first, again = lost.groups[0], lost.again
-    again.open()
-    entered = lost.threads.submit(again.enter_fit, NAMED, ())
-    until(lambda: bool(first.seats.ready()), "it does not come")
+    entered = lost.comes()
     first.leave_fit()
     with pytest.raises(CameTooLate, match="training is over") as late:
         entered.result(SECONDS)

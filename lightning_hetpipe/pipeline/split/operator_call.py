@@ -35,8 +35,8 @@ class Divided:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """Call of an operator, ``target``, in a graph. ``layouts`` are those of divided operands. ``columns`` returns, for
-    a weight, the layout (``dim`` 0) of output channels to begin with, or None to leave it whole."""
+    """Call of an operator, ``target``, in a graph. ``layouts`` has the layouts of divided operands. ``columns``
+    returns, for a weight, the layout (``dim`` 0) of output channels to begin with, or None to leave it whole."""
 
     node: fx.Node
     target: Any

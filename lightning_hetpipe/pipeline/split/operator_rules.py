@@ -249,7 +249,7 @@ def _embedding(call: OperatorCall) -> Divided | None:
     return Divided(found.at(len(sizes_of(call.node)) - 1), {weight: found.at(1)})
 
 
-# What gives dimensions another shape, order or number, and what is done over some of them.
+# Operators that give dimensions another shape, order or number, or that compute over some dimensions.
 
 
 def _as_outputs(call: OperatorCall, layout: ChannelLayout) -> Divided:

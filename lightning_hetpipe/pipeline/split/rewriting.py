@@ -76,7 +76,7 @@ class _Rewriting:
     # What is divided, and on which level.
 
     def _decide(self) -> None:
-        """Decide what is divided, without runs of little work, and without work that the home may as well do."""
+        """Decide which operators are divided. Leave out runs of little work, and work that the home may as well do."""
         while True:
             for each in (self._divided, self._layouts, self._several, self._masks, self._levels, self._worth):
                 each.clear()

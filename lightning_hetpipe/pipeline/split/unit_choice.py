@@ -1,8 +1,8 @@
 """Choice of the units in which a layer's output channels are divided.
 
 Units are single channels, unless later operators need more channels together. Examples are groups of a group norm or a
-convolution, halves of a gate, and heads of attention. The heads are those of keys and values if several heads of
-queries share one. Fitting units are found by trial: a division is followed through the graph to where it has to arrive.
+convolution, halves of a gate, and heads of attention. If several heads of queries share a head of keys and values, that
+head is the unit. Fitting units are found by trial: a division is followed through the graph to where it has to arrive.
 """
 
 from __future__ import annotations

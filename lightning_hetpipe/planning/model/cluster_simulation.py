@@ -112,7 +112,7 @@ def simulate_cluster(
         servers: The node of each parameter server.
         jitter: Variation of the tasks' times, see :func:`~lightning_hetpipe.planning.model.simulate.simulate`. The
             factors are drawn from ``seed``, the virtual worker, the minibatch and the task.
-        versions: Weight versions that minibatches use, by default those of weight stashing.
+        versions: Weight versions that minibatches use, by default the versions of weight stashing.
 
     Raises:
         ValueError: if a number is out of its range.

@@ -85,7 +85,7 @@ class UserBytes:
     def total(self, in_flight: int, state: float) -> int:
         """Return the bytes for ``in_flight`` minibatches and versions, with ``state`` optimizer bytes per weight byte.
 
-        The sum includes the gradients of two minibatches, and those of the loss's backward, as large as ``loss``.
+        The sum includes the gradients of two minibatches, and ``loss`` bytes for gradients of the loss's backward.
         """
         weights = self.frozen + int((3 + in_flight + state) * self.trained)
         return weights + in_flight * (self.batch + self.kept) + 2 * self.loss

@@ -203,7 +203,7 @@ class Simulation:
         return [StageLoad(code // base // 2, code % base, code // base % 2) for code in codes.tolist()]
 
     def _changes(self, stage: int) -> tuple[NDArray[Any], ...]:
-        """Times at which the load of ``stage`` changes, and from each time on what is held, waits and is computed."""
+        """Times at which the load of ``stage`` changes, and the minibatches held, waiting and computed from then on."""
         _, works, numbers, _, ends, forwarded = zip(*self._by_stage[stage], strict=True)
         backward, forward = (np.array([work is each for work in works]) for each in (Work.BACKWARD, Work.FORWARD))
         minibatch, count = np.array(numbers), len(works)
@@ -256,7 +256,7 @@ def simulate(
         jitter: Standard deviation of the logarithm of the tasks' log-normal factors, which have mean 1. 0.05 is about
             5%.
         visits: Visits of each minibatch, by default one to each stage.
-        versions: Weight versions that minibatches use, by default those of weight stashing.
+        versions: Weight versions that minibatches use, by default the versions of weight stashing.
 
     Raises:
         ValueError: if a number is out of its range.

@@ -275,7 +275,7 @@ class Ways:
     def _from(self, row: int, link: int, first: int, depth: int, left: float) -> Iterator[Place]:
         """Yield the kinds and first boundaries of stages that take at most ``left`` seconds, the smallest sums first.
 
-        The foremost stage is that of ``row``, begins at the boundary ``first``, and receives over ``link``. For a given
+        The foremost stage belongs to ``row``, begins at the boundary ``first``, and receives over ``link``. For a given
         k, ``depth`` stages follow.
         """
         kind, transition = self._order.kind_of[row], self._order.transition_to[row]
