@@ -31,7 +31,7 @@ from benchmarks import (
     virtual_workers,
 )
 from benchmarks.harness import Options, Outcome
-from benchmarks.one_in_flight import ONE_IN_FLIGHT
+from benchmarks.host_cost import HOST_COST
 from benchmarks.prediction_costs import PREDICTION_COSTS
 from benchmarks.timeline_costs import TIMELINE_COSTS
 
@@ -55,7 +55,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     several_nodes.NAME: several_nodes.run,
     ed_local.NAME: ed_local.run,
     placed.NAME: placed.run,
-    **{turns.name: turns.run for turns in (ONE_IN_FLIGHT, TIMELINE_COSTS, PREDICTION_COSTS)},
+    **{turns.name: turns.run for turns in (HOST_COST, TIMELINE_COSTS, PREDICTION_COSTS)},
 }
 
 

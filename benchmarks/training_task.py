@@ -68,6 +68,8 @@ class Task:
     """For "strategy": D."""
     turns: int = 1
     """Repetitions, where one process alternates between several tasks."""
+    profile: bool = False
+    """Trace all threads, and note CPU time by folder (benchmarks.folder_profile)."""
     together: bool = False
     """Start the window at the same moment as the other processes of the same run."""
     rank: int = 0

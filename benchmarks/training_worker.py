@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from benchmarks.folder_profile import FolderProfile
 from benchmarks.harness import Measurement, announce, wait_for_others
 from benchmarks.training_models import MODELS, Pair, build
 from benchmarks.training_task import WORKER, Task, Variant
@@ -77,6 +78,14 @@ class Window:
     """CPU seconds of this process and of those that work for it alone."""
     began: float = 0.0
     first_step: float | None = None
+    profile: FolderProfile | None = None
+    """CPU time by folder, if the task asks for it."""
+    folders: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+    """What the profile had at the window's beginning and end."""
+
+    def __post_init__(self) -> None:
+        if self.task.profile:
+            self.profile = FolderProfile()
 
     def minibatch_done(self, loss: Tensor | None) -> None:
         """To be called after each minibatch, its optimizer step included."""
@@ -88,11 +97,13 @@ class Window:
             if self.task.together:
                 wait_for_others()
             self._computed()
+            self._note()
             self.clock.append((time.perf_counter(), self.cpu_seconds()))
         elif self.finished == self.task.warmup + self.task.steps:
             cpu_seconds = self.cpu_seconds()  # first: to wait for a device takes CPU time
             self._computed()
             self.clock.append((time.perf_counter(), cpu_seconds))
+            self._note()
             if loss is not None:
                 self.loss = loss.item()
 
@@ -100,6 +111,21 @@ class Window:
         """Wait until the device has computed what it was given."""
         if self.task.accelerator != "cpu":
             torch.accelerator.synchronize()
+
+    def _note(self) -> None:
+        if self.profile is not None:
+            self.folders.append(self.profile.totals())
+
+    def of_folders(self) -> dict[str, tuple[float, float]]:
+        """Calls and microseconds of CPU time of a minibatch of the window, by folder."""
+        before, after = self.folders
+        return {
+            folder: (
+                (calls - before.get(folder, (0, 0))[0]) / self.task.steps,
+                1e6 * (seconds - before.get(folder, (0, 0))[1]) / self.task.steps,
+            )
+            for folder, (calls, seconds) in after.items()
+        }
 
     @property
     def seconds(self) -> float:
@@ -114,14 +140,15 @@ class Window:
             cores=(self.clock[1][1] - self.clock[0][1]) / self.seconds,
             threads=torch.get_num_threads(),
             loss=self.loss,
-            notes=notes or {},
+            notes={**(notes or {}), **({"folders": self.of_folders()} if self.folders else {})},
             first_step=self.first_step,
         )
 
 
 def run(task: Task, strategy: "str | Strategy", window: Window, logger: "Logger | None" = None) -> Window:
     """Runs one Trainer with one LightningModule, whatever the strategy; returns the window."""
-    with tempfile.TemporaryDirectory() as folder:
+    profile = nullcontext() if window.profile is None else window.profile.watching()
+    with tempfile.TemporaryDirectory() as folder, profile:
         return run_in(folder, task, strategy, window, logger)
 
 

@@ -19,11 +19,16 @@ TIMEOUT = 600.0
 
 @dataclass(frozen=True)
 class Pair:
-    """Two variants, without and with what is to be measured."""
+    """Two variants, without and with what is to be measured.
+
+    Attributes:
+        target: The least ratio hoped for, of CPU time the largest one. None for that of all pairs.
+    """
 
     label: str
     off: Task
     on: Task
+    target: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Turns:
         figure: What a ratio is, for the table of all benchmarks.
         target: The least ratio hoped for; of CPU time the largest one.
         of_cpu: Whether figures compare CPU time and not speed.
+        cores: CPU cores that a process may use, one or two.
     """
 
     name: str
@@ -72,10 +78,15 @@ class Turns:
     figure: str
     target: float
     of_cpu: bool = False
+    cores: int = 2
+
+    def cpus(self) -> tuple[int, ...]:
+        """The CPUs that a process stays on."""
+        return two_cores()[: self.cores]
 
     def run(self, options: Options) -> Outcome:
         """Measures all pairs in `options.rounds` interleaved rounds."""
-        cores = two_cores()
+        cores = self.cpus()
         machine = describe_machine(cores)
         pairs = [on_cores(pair, cores) for pair in self.pairs]
         if options.quick:
@@ -93,7 +104,7 @@ class Turns:
             Figure(
                 f"{pair.label[2:]}: {self.figure}",
                 compare(rounds, pair, of_cpu=self.of_cpu),
-                target=self.target,
+                target=self.target if pair.target is None else pair.target,
                 at_most=self.of_cpu,
                 digits=3,
             )

@@ -1,13 +1,16 @@
 """Benchmarks of pairs that take turns: pairs differ by one thing alone, and are compared within rounds."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import training_worker
+from benchmarks.folder_profile import FolderProfile, folder_of
 from benchmarks.harness import Measurement
-from benchmarks.one_in_flight import ONE_IN_FLIGHT
+from benchmarks.host_cost import PAIRS as HOST_PAIRS
+from benchmarks.host_cost import by_folder, profile
 from benchmarks.prediction_costs import PREDICTION_COSTS
 from benchmarks.timeline_costs import TIMELINE_COSTS
 from benchmarks.training_task import Task
@@ -40,20 +43,61 @@ def test_pairs_differ_by_the_weight_policy_alone() -> None:
 
 
 def test_pairs_differ_by_the_strategy_alone() -> None:
-    for pair in ONE_IN_FLIGHT.pairs:
-        assert pair.off == replace(pair.on, variant="plain", stages=2, in_flight=None)
+    for pair in HOST_PAIRS.pairs:
+        assert pair.off == replace(pair.on, variant="plain", stages=2, in_flight=None, weights=None)
 
 
 def test_cpu_time_is_compared_per_minibatch() -> None:
     """Half as fast on one core as on three is less CPU time, of which the target is the largest ratio."""
-    pair, other = ONE_IN_FLIGHT.pairs
+    pair, other, *_, evaluation = HOST_PAIRS.pairs
     found = Compared(replace(measured(100.0), cores=3.0), measured(50.0))
-    outcome = ONE_IN_FLIGHT.report(MACHINE, [{pair.label: found, other.label: compared(100.0, 90.0)}], {})
-    assert [figure.cells()[0] for figure in outcome.figures] == ["0.667", "1.111"]
-    assert [figure.verdict for figure in outcome.figures] == ["met", "missed"]
+    of_others = {other.label: compared(100.0, 90.0), evaluation.label: compared(100.0, 90.0)}
+    outcome = HOST_PAIRS.report(MACHINE, [{pair.label: found, **of_others}], {})
+    known = [figure for figure in outcome.figures if figure.spread is not None]
+    assert [figure.cells()[0] for figure in known] == ["0.667", "1.111", "1.111"]
+    assert [figure.verdict for figure in known] == ["met", "missed", "met"]  # an evaluation may cost 1.2
 
 
-@pytest.mark.parametrize("turns", [ONE_IN_FLIGHT, TIMELINE_COSTS, PREDICTION_COSTS])
+def test_folders_of_code() -> None:
+    assert folder_of("/x/lightning_hetpipe/run/extensions/replay.py") == "lightning_hetpipe/run/extensions"
+    assert folder_of("/v/lib/site-packages/lightning/pytorch/trainer/trainer.py") == "lightning"
+    assert folder_of("/x/benchmarks/line.py") == "benchmarks"
+    assert folder_of("/usr/lib/python3.11/threading.py") == "python"
+
+
+def test_calls_and_cpu_time_of_all_threads_count_by_folder() -> None:
+    from lightning_hetpipe.errors import closest
+
+    def work() -> None:
+        for _ in range(1000):
+            closest("stagse", ["stages", "weights"])
+
+    profile = FolderProfile()
+    with profile.watching():
+        work()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    work()
+    calls, seconds = profile.totals()["lightning_hetpipe"]
+    assert calls == 2000
+    assert seconds > 0
+
+
+def test_a_profile_has_a_column_for_each_variant() -> None:
+    rows = by_folder({"plain": {"lightning": (90.0, 200.0)}, "d": {"lightning": (99.0, 210.0), "run": (40.0, 300.0)}})
+    assert rows == [("folder", "plain", "d"), ("lightning", "90, 200", "99, 210"), ("run", "0, 0", "40, 300")]
+
+
+@pytest.mark.slow
+def test_a_profile_names_our_folders() -> None:
+    task = Task("strategy", layers=4, width=8, batch=8, warmup=4, steps=4, tail=2, in_flight=3, profile=True)
+    found = profile(task)
+    assert found["lightning_hetpipe/pipeline"][0] > 50
+    assert found["torch's operators"][1] > 0
+
+
+@pytest.mark.parametrize("turns", [HOST_PAIRS, TIMELINE_COSTS, PREDICTION_COSTS])
 def test_both_of_a_pair_are_shortened_and_pinned(turns: Turns) -> None:
     for pair in turns.pairs:
         short = on_cores(shortened(pair), (3, 5))
