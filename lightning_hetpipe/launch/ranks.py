@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -308,14 +308,7 @@ def devices_of(devices: Sequence[torch.device], local: int, per_node: int) -> li
     return list(devices[first : first + each + (local < larger)])
 
 
-def announce(rank: Rank) -> Callable[[], None]:
-    """Make only virtual worker 0 print, warn and log, as Lightning does for rank 0. Return a function that undoes
-    this."""
+def announce(rank: Rank) -> None:
+    """Make only virtual worker 0 print, warn and log, as Lightning does for rank 0."""
     known: Any = rank_zero_only  # a function, on which Lightning keeps the rank
-    before = known.rank
     known.rank = rank.index
-
-    def undo() -> None:
-        known.rank = before
-
-    return undo

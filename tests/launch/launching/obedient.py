@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from tests.launch.launching.bare import (
@@ -21,7 +22,7 @@ from tests.launch.launching.bare import (
     TunerExit,
     VirtualWorkerLost,
     check_processes,
-    children,
+    errors,
     lost_workers,
     parent_watch,
 )
@@ -74,7 +75,7 @@ class Obedient:
         try:
             check_processes(rank)
             assert count > 1
-            self.launcher = Launcher(rank, self.extra, **ends, end_timeout=lambda: self.end_timeout)
+            self.launcher = Launcher(rank, self.extra, self.settings, int, **ends)
             self.launcher.launch(self.work, "launched")
         except Leave:
             self.reply(left=True)
@@ -87,6 +88,9 @@ class Obedient:
         thread.start()
         thread.join()
         self.reply(did="launch_in_a_thread")
+
+    def settings(self) -> Any:
+        return SimpleNamespace(restarts=0, end_timeout=self.end_timeout)
 
     def extra(self) -> Mapping[str, str]:
         self.reply(extra=True)
@@ -163,7 +167,7 @@ class Obedient:
         self.reply(did="sleep")
 
     def speak_soon(self) -> None:
-        vars(children)["NOTICE_AFTER"] = GRACE
+        errors.NOTICE_AFTER = GRACE
         self.reply(did="speak_soon")
 
     def be_started_elsewhere(self) -> None:
