@@ -157,7 +157,8 @@ def say(sentence: str) -> None:
 
 @contextlib.contextmanager
 def notice_if_long(sentence: Callable[[], str]) -> Iterator[None]:
-    """Context manager around a wait for other processes. If the wait takes long, print ``sentence()`` once."""
+    """Context manager around a wait for other processes. If the wait takes long, print ``sentence()`` once. It starts a
+    thread, which Python does not do at the program's exit."""
     timer = threading.Timer(NOTICE_AFTER, lambda: say(sentence()))
     timer.daemon = True
     timer.start()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_hetpipe.errors import notice_if_long, say
+from lightning_hetpipe.errors import NOTICE_AFTER, say
 from lightning_hetpipe.launch import parent_watch, supervision
 from lightning_hetpipe.launch.command import Command
 from lightning_hetpipe.launch.ends import ToldToEnd, lost_workers, went_on_without
@@ -28,7 +28,7 @@ LONGEST = 30
 """Number of grace periods after which a child that still works is killed."""
 
 OnEnd = Callable[[int, int], None]
-"""Function of the virtual worker's number on its node and its process's return code, negative for a signal."""
+"""Function of the virtual worker's number among all and its process's return code, negative for a signal."""
 
 # Errors that follow from another process's error, or from a request to end, explain nothing.
 _CONSEQUENCES = ("PeerFailed:", "SIGTERMException:", f"{ToldToEnd.__name__}:")
@@ -120,14 +120,12 @@ class Children:
         program: Command,
         rank: Rank,
         restarts: int = 0,
-        grace: float = 10.0,
         closed: Callable[[], None] | None = None,
     ) -> None:
         """Start the children by ``program``. ``rank`` is this process's.
 
         Args:
             restarts: Largest number of restarts of each child that ends in the middle of a run.
-            grace: Seconds until a child that has to end gets the next stronger signal.
             closed: Called once in :meth:`finish`, after the ends of all programs.
         """
         self.job, self.processes = program.job, rank.started
@@ -135,7 +133,7 @@ class Children:
         self.failures: dict[int, int] = {}
         self.failed = self.ended = False
         self.end_timeout: float | None = None
-        self._program, self._rank, self._grace, self._closed = program, rank, grace, closed
+        self._program, self._rank, self._closed = program, rank, closed
         self._on_end: OnEnd | None = None
         self._shown: set[str] = set()
         self._changed = threading.Condition()
@@ -219,7 +217,7 @@ class Children:
                 child.link.close()
                 on_end = None if child.signalled else self._on_end
             if on_end is not None:
-                on_end(child.local, code)
+                on_end(child.worker, code)
             elif failed:
                 self.show_errors()  # during a run, this process may be about to raise the same error
         finally:
@@ -247,10 +245,10 @@ class Children:
         """Call ``on_end`` for all children that have ended or will end. None ends these calls."""
         with self._changed:
             self._on_end = on_end
-            over = [(child.local, child.code) for child in self._all if child.code is not None]
+            over = [(child.worker, child.code) for child in self._all if child.code is not None]
         if on_end is not None:
-            for local, code in over:
-                on_end(local, code)
+            for worker, code in over:
+                on_end(worker, code)
 
     def show_errors(self, own: BaseException | None = None) -> None:
         """Print the exceptions that end children: each once, and none that equals ``own``."""
@@ -283,7 +281,7 @@ class Children:
             with self._changed:
                 for child in self._all:
                     child.signalled = True
-        self._end_by(lambda: self.end(signal.SIGINT, self._grace))
+        self._end_by(lambda: self.end(signal.SIGINT, parent_watch.GRACE))
         self.show_errors(error)
 
     def finish(self, failed: bool, signum: int = signal.SIGINT) -> None:
@@ -293,7 +291,7 @@ class Children:
         failed = failed or lost_workers.uncaught is not None
         try:
             if not was_ended:
-                self._end_by(lambda: self.end(signum, self._grace) if failed else self._wait())
+                self._end_by(lambda: self.end(signum, parent_watch.GRACE) if failed else self._wait())
             if not was_ended and not failed:
                 self.show_errors()
         finally:
@@ -311,7 +309,7 @@ class Children:
         try:
             end()
         except BaseException:
-            self.end(signal.SIGTERM, min(1.0, self._grace))
+            self.end(signal.SIGTERM, min(1.0, parent_watch.GRACE))
             raise
 
     def _wait(self) -> None:
@@ -323,21 +321,19 @@ class Children:
             self._tell(child, {})
             if lost_workers.has_lost(child.worker):  # a stopped child ends once it goes on
                 child.send(signal.SIGCONT)
-
-        def waits() -> str:
+        # Not by `notice_if_long`: from Python 3.12 on, no thread can start at the program's exit.
+        soon = NOTICE_AFTER if self.end_timeout is None else min(self.end_timeout, NOTICE_AFTER)
+        if not self._gone(soon) and soon != self.end_timeout:
             who = ", ".join(map(str, self._still()))
-            return f"this process has ended, and waits for {who} to end; WSPCallback(end_timeout=...) bounds that"
-
-        with notice_if_long(waits):
-            all_gone = self._gone(self.end_timeout)
-        if not all_gone:
+            say(f"this process has ended, and waits for {who} to end; WSPCallback(end_timeout=...) bounds that")
+        if not self._gone(None if self.end_timeout is None else self.end_timeout - soon):
             for child in self._still():
                 say(
                     f"{child} had not ended {self.end_timeout:g} seconds after this process, and is told to end; raise"
                     " WSPCallback(end_timeout=...) if it may take longer"
                 )
             lost_workers.exit_with_one()
-            self.end(signal.SIGTERM, self._grace)
+            self.end(signal.SIGTERM, parent_watch.GRACE)
         self.ended = True
 
     def end(self, signum: int, grace: float) -> None:
@@ -369,7 +365,7 @@ class Children:
         """Wait until the processes of children that have come to their end are gone, and kill children that hang.
         Python needs a moment to free a program's memory, and much longer on a busy machine. So a child hangs only if
         all its processes slept for the grace period, or if it still exists after `LONGEST` times as long."""
-        grace, worked = self._grace, self._worked()
+        grace, worked = parent_watch.GRACE, self._worked()
         until = time.monotonic() + LONGEST * grace
         while not self._gone(grace, wholly=True):
             before, worked = worked, self._worked()

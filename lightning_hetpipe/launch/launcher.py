@@ -76,11 +76,10 @@ class Launcher(BaseLauncher):
         settings: Called at each launch in the process that starts others. It returns the settings, of which those about
             restarts and about the wait at the program's end are used.
         serve: Called in a process that is no virtual worker. It serves, and returns the exit code.
-        on_end: Called when a virtual worker's process has ended, well or not, with its number on this node and its
+        on_end: Called when a virtual worker's process has ended, well or not, with its number among all and its
             return code (negative: a signal). Calls begin within :meth:`launch`, and later ones come from a thread of
             the launcher.
         closed: Called once at the end of the program or of the sweep's job, after the ends of all processes.
-        grace: Seconds until a child that has to end gets the next stronger signal.
         resumed_from: Called before a fit. If this process comes back to a running run, it returns the checkpoint to
             resume from, else None.
     """
@@ -92,7 +91,6 @@ class Launcher(BaseLauncher):
     on_end: OnEnd | None = None
     closed: Callable[[], None] | None = None
     resumed_from: Callable[[], Path | None] = lambda: None
-    grace: float = 10.0
     trainer: L.Trainer | None = None
 
     @property
@@ -193,7 +191,7 @@ class Launcher(BaseLauncher):
             return running
         if (before := _own_launch()) is not None:
             before.finish(False)  # the previous job of the sweep
-        children = Children(this_program(), self.rank, restarts, self.grace, self.closed)
+        children = Children(this_program(), self.rank, restarts, self.closed)
         try:
             children.give(self.extra())
         except BaseException as error:

@@ -112,7 +112,7 @@ class VirtualWorkers:
                 self._serve_children,
                 self.settings,
                 self._serve,
-                on_end=lambda local, code: program_group.note_end(rank.index - rank.local + local, code),
+                on_end=program_group.note_end,
                 closed=program_group.end,
                 resumed_from=self._resumed_from,
             )

@@ -42,9 +42,8 @@ _package = ModuleType("lightning_hetpipe")
 _package.__path__ = [str(ROOT / "lightning_hetpipe")]
 sys.modules["lightning_hetpipe"] = _package
 
-from lightning_hetpipe import errors  # noqa: E402
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost  # noqa: E402
-from lightning_hetpipe.launch import parent_watch  # noqa: E402
+from lightning_hetpipe.launch import children, parent_watch  # noqa: E402
 from lightning_hetpipe.launch.ends import lost_workers  # noqa: E402
 from lightning_hetpipe.launch.launcher import Launcher, check_processes  # noqa: E402
 from lightning_hetpipe.launch.ranks import Rank, Role  # noqa: E402
@@ -60,7 +59,7 @@ __all__ = [
     "TunerExit",
     "VirtualWorkerLost",
     "check_processes",
-    "errors",
+    "children",
     "lost_workers",
     "parent_watch",
 ]

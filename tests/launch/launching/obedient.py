@@ -22,7 +22,7 @@ from tests.launch.launching.bare import (
     TunerExit,
     VirtualWorkerLost,
     check_processes,
-    errors,
+    children,
     lost_workers,
     parent_watch,
 )
@@ -46,7 +46,6 @@ class Obedient:
         child = parent_watch.this_child()
         self.number = child.local if child else 0
         self.launcher: Launcher | None = None
-        self.grace = PATIENCE
         self.end_timeout: float | None = None
         self.before = 0
         self.role = Role.CHILD if self.number else Role.FIRST
@@ -71,7 +70,7 @@ class Obedient:
     def launch(self, processes: str) -> None:
         count = int(processes)
         rank = Rank(self.before + self.number, self.before + count, 0, self.number, count, 1, self.role)
-        ends: dict[str, Any] = {"on_end": self.on_end, "closed": self.closed, "grace": self.grace}
+        ends: dict[str, Any] = {"on_end": self.on_end, "closed": self.closed}
         try:
             check_processes(rank)
             assert count > 1
@@ -140,12 +139,12 @@ class Obedient:
 
     def lose_patience(self) -> None:
         """In the next launch, with children that do not end when told to."""
-        self.grace = GRACE
+        parent_watch.GRACE = GRACE
         self.reply(did="lose_patience")
 
     def hurry(self) -> None:
         """At its end it waits for nobody any longer than this."""
-        self.end_timeout = self.grace = GRACE
+        self.end_timeout = parent_watch.GRACE = GRACE
         self.reply(did="hurry")
 
     def end_slowly(self) -> None:
@@ -167,7 +166,7 @@ class Obedient:
         self.reply(did="sleep")
 
     def speak_soon(self) -> None:
-        errors.NOTICE_AFTER = GRACE
+        vars(children)["NOTICE_AFTER"] = GRACE
         self.reply(did="speak_soon")
 
     def be_started_elsewhere(self) -> None:
