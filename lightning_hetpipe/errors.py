@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 FIRST_UNTESTED = {"torch": (2, 16), "lightning": (2, 7)}
 """First minor versions of libraries with which this release was not tested. ``make compat`` tests earlier versions."""
@@ -152,3 +153,16 @@ def say(sentence: str) -> None:
     """Print a sentence for the person at the terminal."""
     with contextlib.suppress(OSError):
         print(f"hetpipe: {sentence}.", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def notice_if_long(sentence: Callable[[], str]) -> Iterator[None]:
+    """Context manager around a wait for other processes. If the wait takes long, print ``sentence()`` once. It starts a
+    thread, which Python does not do at the program's exit."""
+    timer = threading.Timer(NOTICE_AFTER, lambda: say(sentence()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -20,10 +20,11 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli.attribution import attributed, frames, one_line
 from lightning_hetpipe.cli.composition import refusal, settled
-from lightning_hetpipe.cli.start_up import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, ConsoleScript
+from lightning_hetpipe.cli.start_up import FAILED, WRONG_SETTING, ConsoleScript
 from lightning_hetpipe.errors import SettingError, of_import
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.server.process.server_process import ServerLost
+from lightning_hetpipe.server.process.signals import INTERRUPTED, TERMINATED
 from lightning_hetpipe.server.process.waits import ServersSilent
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable

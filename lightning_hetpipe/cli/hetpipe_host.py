@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, refuse_sweeps, security_of
+from lightning_hetpipe.cli.serving import address, announcing, refuse_sweeps, security_of
 from lightning_hetpipe.cli.start_up import ConsoleScript
 
 PROGRAM = ConsoleScript("hetpipe-host", ("security",), {"address": address(7071)})
@@ -41,7 +41,7 @@ def run(config: DictConfig) -> None:
         if devices := told_devices():
             print(f"{PROGRAM.name}: besides its CPU, this machine has {devices}.", flush=True)
 
-    end(SIGNALS.get(serve(config.address, security, ready), 0))
+    end(128 + serve(config.address, security, ready))
 
 
 if __name__ == "__main__":

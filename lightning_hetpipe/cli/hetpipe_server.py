@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, refuse_sweeps, security_of
+from lightning_hetpipe.cli.serving import address, announcing, refuse_sweeps, security_of
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.planning.model.units import in_bytes
@@ -85,7 +85,7 @@ def _serve(config: DictConfig, security: Security) -> NoReturn:
 
     handler: Any = built(config, "service", object)
 
-    end(SIGNALS.get(serve(handler, config.address, security, announcing(PROGRAM, security, "servers")), 0))
+    end(128 + serve(handler, config.address, security, announcing(PROGRAM, security, "servers")))
 
 
 def laid_out(status: Mapping[str, Any]) -> str:

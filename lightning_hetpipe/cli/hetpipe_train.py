@@ -79,10 +79,8 @@ def _wsp_sections(config: DictConfig) -> list[DictConfig]:
 def _supervise(restarts: int) -> None:
     """Run this program in another process, which is restarted at most ``restarts`` times. Keep its exit code."""
     global _supervised_code
-    program = this_program(is_first=True)
-    supervisor = supervision.RunSupervisor(
-        program.command, program.folder, restarts, lambda path: [f"ckpt_path={quoted(path)}"], supervision.own_number()
-    )
+    program, number = this_program(is_first=True), supervision.own_number()
+    supervisor = supervision.RunSupervisor(program, restarts, lambda path: [f"ckpt_path={quoted(path)}"], number)
     _supervised_code = supervisor.run()
 
 

@@ -9,14 +9,11 @@ from typing import Annotated, Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe.cli.entry import report
-from lightning_hetpipe.cli.start_up import INTERRUPTED, TERMINATED, ConsoleScript
+from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import YAML
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
 from lightning_hetpipe.settings import declared
-
-SIGNALS = {2: INTERRUPTED, 15: TERMINATED}
-"""Exit code for each signal that ends the process."""
 
 _SWEEP = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
 

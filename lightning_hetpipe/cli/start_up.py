@@ -9,10 +9,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from lightning_hetpipe.server.process.signals import INTERRUPTED
+
 WRONG_SETTING = 2
 FAILED = 1
-INTERRUPTED = 130  # as a shell reports a program that SIGINT ended
-TERMINATED = 143  # likewise, SIGTERM
 
 
 @dataclass(frozen=True)

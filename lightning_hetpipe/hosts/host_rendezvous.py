@@ -13,9 +13,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
-from typing import Any, Self
+from typing import Self
 
-from lightning_hetpipe.errors import NOTICE_AFTER, SettingError, say
+from lightning_hetpipe.errors import SettingError, notice_if_long, say
 from lightning_hetpipe.hosts.secured_socket import (
     INTRODUCING,
     RELEASE,
@@ -104,22 +104,15 @@ class HostRendezvous:
         Raises:
             SettingError: after ``seconds``. It names the missing nodes.
         """
-        began, told = time.monotonic(), False
-        with self._changed:
-            while missing := self._missing():
-                waited = time.monotonic() - began
-                if waited > seconds:
-                    refused = "; ".join(f"{peer} was refused: {why}" for peer, why in self._refusals.items())
-                    refused = f" ({refused})" if refused else ""
-                    raise SettingError(
-                        f"{_nodes(missing)} of the plan did not come within {seconds:g} s{refused};"
-                        " start the program on each node of the plan, with the NODE_RANK of that node, or set"
-                        " WSPCallback(join_timeout=...)"
-                    )
-                if waited > NOTICE_AFTER and not told:
-                    told = True
-                    say(f"node 0 waits for {_nodes(missing)} of the plan")
-                self._changed.wait(min(_AGAIN, seconds))
+        with notice_if_long(lambda: f"node 0 waits for {_nodes(self._missing())} of the plan"), self._changed:
+            if not self._changed.wait_for(lambda: not self._missing(), seconds):
+                refused = "; ".join(f"{peer} was refused: {why}" for peer, why in self._refusals.items())
+                refused = f" ({refused})" if refused else ""
+                raise SettingError(
+                    f"{_nodes(self._missing())} of the plan did not come within {seconds:g} s{refused};"
+                    " start the program on each node of the plan, with the NODE_RANK of that node, or set"
+                    " WSPCallback(join_timeout=...)"
+                )
             return [self._arrived[node] for node in sorted(self._arrived)]
 
     def end(self, status: int) -> None:
@@ -213,7 +206,9 @@ class Meeting:
             SettingError: if node 0 has another plan, has ended, or takes longer than ``seconds``.
         """
         try:
-            told = self._told(seconds)
+            self._raw.settimeout(seconds)
+            with notice_if_long(lambda: f"this node waits for others of the plan, at node 0 ({self._address})"):
+                told = hear(self._connection)
         except TimeoutError:
             raise SettingError(
                 f"node 0 ({self._address}) has waited for other nodes of the plan for {seconds:g} s; start the program"
@@ -236,37 +231,27 @@ class Meeting:
             return None
         return found
 
-    def _told(self, seconds: float) -> dict[str, Any]:
-        """Receive node 0's message, and print a notice after a longer wait."""
-        if not wait([self._raw], min(seconds, NOTICE_AFTER)):
-            say(f"this node waits for others of the plan, at node 0 ({self._address})")
-        self._raw.settimeout(seconds)
-        return hear(self._connection)
-
     def _ended(self) -> SettingError:
         return SettingError(f"node 0 ({self._address}) has ended before all nodes of the plan had come; look there why")
 
 
 def _connected(address: str, security: Security, seconds: float) -> tuple[socket.socket, Connection]:
     """Connect to node 0, which may start later than this process."""
-    began, waits, said = time.monotonic(), threading.Event(), False
-    while True:
-        try:
-            return connect(address, security, RELEASE, INTRODUCING)
-        except Refused as refused:
-            raise SettingError(f"node 0 ({address}) does not let this process in: {refused}") from None
-        except OSError as error:
-            waited = time.monotonic() - began
-            if waited > NOTICE_AFTER and not said:
-                said = True
-                say(f"this node waits for node 0, which does not answer at {address} yet")
-            if waited > seconds:
-                raise SettingError(
-                    f"node 0 does not answer at {address} within {seconds:g} s ({error.strerror or error}); start the"
-                    " program there with NODE_RANK=0, and set MASTER_ADDR and MASTER_PORT alike on all nodes, or set"
-                    " a longer timeout"
-                ) from None
-        waits.wait(_AGAIN)
+    until, again = time.monotonic() + seconds, threading.Event()
+    with notice_if_long(lambda: f"this node waits for node 0, which does not answer at {address} yet"):
+        while True:
+            try:
+                return connect(address, security, RELEASE, INTRODUCING)
+            except Refused as refused:
+                raise SettingError(f"node 0 ({address}) does not let this process in: {refused}") from None
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise SettingError(
+                        f"node 0 does not answer at {address} within {seconds:g} s ({error.strerror or error}); start"
+                        " the program there with NODE_RANK=0, and set MASTER_ADDR and MASTER_PORT alike on all nodes,"
+                        " or set a longer timeout"
+                    ) from None
+            again.wait(_AGAIN)
 
 
 def _nodes(missing: Mapping[int, str]) -> str:

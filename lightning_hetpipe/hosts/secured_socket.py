@@ -198,7 +198,7 @@ def arriving(
             if not make_room():
                 pause.wait(_AGAIN)
         else:
-            yield connection, peer[0]
+            yield connection, peer[0] if peer else ""
 
 
 class Door:

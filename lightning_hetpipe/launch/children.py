@@ -11,24 +11,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from lightning_hetpipe.errors import NOTICE_AFTER, say
 from lightning_hetpipe.launch import parent_watch, supervision
+from lightning_hetpipe.launch.command import Command
 from lightning_hetpipe.launch.ends import ToldToEnd, lost_workers, went_on_without
+from lightning_hetpipe.launch.ranks import Rank
 from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.server.process.signals import guarded
 
 LONGEST = 30
 """Number of grace periods after which a child that still works is killed."""
 
 OnEnd = Callable[[int, int], None]
-"""Function of the virtual worker's number on its node and its process's return code, negative for a signal."""
+"""Function of the virtual worker's number among all and its process's return code, negative for a signal."""
 
 # Errors that follow from another process's error, or from a request to end, explain nothing.
 _CONSEQUENCES = ("PeerFailed:", "SIGTERMException:", f"{ToldToEnd.__name__}:")
@@ -42,21 +42,28 @@ class Child:
 
     Attributes:
         worker: Its number among all virtual workers.
+        restarts: Largest number of restarts if it ends in the middle of a run.
         arrived: True once it has reached `Launcher.launch`. Before, an interrupt would print a traceback.
         error, text: Exception that ends it, as text that is equal in every process, and the text to print for it.
         lost: How it was lost, if its end concerns no other virtual worker.
         leaving: True once its program is over.
+        signalled: True once it was told to end.
+        code: Return code of its process, which has ended. ``is_over`` is True once that was reported.
     """
 
     local: int
     worker: int
     process: subprocess.Popen[bytes]
     link: socket.socket
+    restarts: int
     arrived: bool = False
     error: str | None = None
     text: str = ""
     lost: str = ""
     leaving: bool = False
+    signalled: bool = False
+    code: int | None = None
+    is_over: bool = False
     unread: bytes = b""
 
     def __str__(self) -> str:
@@ -99,48 +106,45 @@ class Child:
 
 class Children:
     """Further virtual workers of a node: starts, watches and finally ends them. If a virtual worker dies, the other
-    virtual workers go on. :meth:`watch` sets the listener for its end."""
+    virtual workers go on. :meth:`watch` sets the listener for its end.
+
+    Attributes:
+        failures: Return codes of failed children, by their numbers on this node.
+        failed: True once the launch has failed.
+        ended: True once all children have come to their end.
+        end_timeout: Seconds to wait for children at the program's end, or None.
+    """
 
     def __init__(
         self,
-        command: Sequence[str],
-        folder: str,
-        processes: int,
-        first: int = 0,
+        program: Command,
+        rank: Rank,
         restarts: int = 0,
-        seats: int | None = None,
+        closed: Callable[[], None] | None = None,
     ) -> None:
-        """Start the children, each by ``command`` in ``folder``.
+        """Start the children by ``program``. ``rank`` is this process's.
 
         Args:
-            processes: Number of virtual workers of the node that this process starts, including itself as number 0.
-            first: Number of this process among the virtual workers of all nodes.
             restarts: Largest number of restarts of each child that ends in the middle of a run.
-            seats: Number of virtual workers that the node may have, by default ``processes``.
+            closed: Called once in :meth:`finish`, after the ends of all programs.
         """
-        self.processes = processes
-        self._seats = seats or processes
-        self._first = first
+        self.job, self.processes = program.job, rank.started
         self.pid = os.getpid()
         self.failures: dict[int, int] = {}
-        self.over: dict[int, int] = {}
-        """Return codes of all children that have ended."""
-        self.ended = False
+        self.failed = self.ended = False
+        self.end_timeout: float | None = None
+        self._program, self._rank, self._closed = program, rank, closed
         self._on_end: OnEnd | None = None
-        self._signalled: set[int] = set()
         self._shown: set[str] = set()
         self._changed = threading.Condition()
         self._all: list[Child] = []
-        self._running = 0
-        self._restarts = dict.fromkeys(range(1, processes), restarts)
+        self._may_restart = True
         self._variables: Mapping[str, str] = {}
         try:
-            for local in range(1, processes):
+            for local in range(1, rank.started):
                 begun: Future[None] = Future()
-                arguments = (command, folder, local, begun)
-                threading.Thread(
-                    target=self._run, args=arguments, name=f"hetpipe-launcher-{local}", daemon=True
-                ).start()
+                name = f"hetpipe-launcher-{local}"
+                threading.Thread(target=self._run, args=(local, restarts, begun), name=name, daemon=True).start()
                 try:
                     begun.result()
                 finally:
@@ -149,69 +153,56 @@ class Children:
             self.end(signal.SIGTERM, grace=0.0)
             raise
 
-    def _run(self, command: Sequence[str], folder: str, local: int, begun: Future[None]) -> None:
+    def _run(self, local: int, restarts: int, begun: Future[None]) -> None:
         """Start a child, and stay until it ends: the kernel ends a child with the *thread* that forked it."""
+        child: Child | None = None
         try:
-            child = self._start(command, folder, local)
+            child = self._start(local, restarts)
         except BaseException as error:
             begun.set_exception(error)
         else:
             begun.set_result(None)
-            still: Child | None = child
-            while still is not None:
-                still = self._watch(still, partial(self._start, command, folder, local))
+        while child is not None:
+            child = self._watch(child)
 
-    def _start(self, command: Sequence[str], folder: str, local: int) -> Child:
+    def _start(self, local: int, restarts: int) -> Child:
         ours, childs = parent_watch.pair()
         with childs:
             # With LOCAL_RANK, what a program does before it makes a Trainer is known not to be rank 0's.
-            pipe = supervision.supervised()
-            supervised = {} if pipe is None else {supervision.VARIABLE: str(pipe)}
-            env = {
-                **os.environ,
-                **supervised,
-                "LOCAL_RANK": str(local),
-                **parent_watch.describe(local, self._seats, childs),
-            }
+            variables = {"LOCAL_RANK": str(local), **parent_watch.describe(local, self._rank.per_node, childs)}
+            descriptors = [childs.fileno()]
+            if (pipe := supervision.supervised()) is not None:
+                variables[supervision.VARIABLE] = str(pipe)
+                descriptors.append(pipe)
             # In its own session, so that Ctrl-C reaches it only through this process, which chooses the signal.
-            process = subprocess.Popen(
-                guarded(command),
-                cwd=folder,
-                env=env,
-                pass_fds=[childs.fileno(), *([] if pipe is None else [pipe])],
-                start_new_session=True,
-            )
-        child = Child(local, self._first + local, process, ours)
+            process = self._program.start(variables, descriptors, in_session=True)
+        child = Child(local, self._rank.index + local, process, ours, restarts)
         with self._changed:
             self._all.append(child)
-            self._running += 1
         return child
 
     def give(self, variables: Mapping[str, str]) -> None:
         """Send the variables for which the children wait. Call this once."""
         self._variables = variables
         for child in self._all:
-            self._give(child)
-
-    def _give(self, child: Child, again: bool = False) -> None:
-        self._tell(child, {**self._variables, parent_watch.AGAIN: "1"} if again else dict(self._variables))
+            self._tell(child, variables)
 
     def _tell(self, child: Child, what: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
-            child.link.sendall(json.dumps(what).encode() + b"\n")
+            child.link.sendall(json.dumps(dict(what)).encode() + b"\n")
 
-    def _watch(self, child: Child, start: Callable[[], Child]) -> Child | None:
-        """Wait until ``child`` ends, and report its end. If ``start`` makes a next process, return that without a
+    def _watch(self, child: Child) -> Child | None:
+        """Wait until ``child`` ends, and report its end. If it is started again, return its next process without a
         report."""
         code = child.process.wait()
         with self._changed:
             child.listen()
-            failed = code != 0 and child.local not in self._signalled
-            again = self._started_again(child, start) if failed else None
-            left = self._restarts.get(child.local, 0)
+            failed = code != 0 and not child.signalled
+            again = self._started_again(child) if failed else None
             if failed and again is None:
                 self.failures[child.local] = code
         if again is not None:
+            left = again.restarts
             say(f"{child} {how(code)}, and is started again ({left or 'no'} more restart{'s' * (left != 1)})")
             return again
         try:
@@ -222,44 +213,42 @@ class Children:
                     self._shown.add(child.error)
                 lost_workers.note(child.worker, child.name, ended, sentence)
             with self._changed:
-                self.over[child.local] = code
+                child.code = code
                 child.link.close()
-                on_end = self._on_end if child.local not in self._signalled else None
+                on_end = None if child.signalled else self._on_end
             if on_end is not None:
-                on_end(child.local, code)
+                on_end(child.worker, code)
             elif failed:
                 self.show_errors()  # during a run, this process may be about to raise the same error
         finally:
             with self._changed:
-                self._running -= 1
+                child.is_over = True
                 self._changed.notify_all()
         return None
 
-    def _started_again(self, child: Child, start: Callable[[], Child]) -> Child | None:
+    def _started_again(self, child: Child) -> Child | None:
         """Start the next process of ``child``, if it has a restart left. It replaces the child at once, so that
         :meth:`end` also ends it."""
-        if not child.arrived or child.error is not None or not self._restarts.get(child.local, 0):
+        if not (child.arrived and child.error is None and child.restarts and self._may_restart):
             return None
         try:
-            again = start()
+            again = self._start(child.local, child.restarts - 1)
         except OSError as error:
             say(f"{child} cannot be started again: {error}")
             return None
-        self._restarts[child.local] -= 1
         self._all.remove(child)
-        self._running -= 1
         child.link.close()
-        self._give(again, again=True)
+        self._tell(again, {**self._variables, parent_watch.AGAIN: "1"})
         return again
 
     def watch(self, on_end: OnEnd | None) -> None:
         """Call ``on_end`` for all children that have ended or will end. None ends these calls."""
         with self._changed:
             self._on_end = on_end
-            over = dict(self.over)
+            over = [(child.worker, child.code) for child in self._all if child.code is not None]
         if on_end is not None:
-            for local, code in over.items():
-                on_end(local, code)
+            for worker, code in over:
+                on_end(worker, code)
 
     def show_errors(self, own: BaseException | None = None) -> None:
         """Print the exceptions that end children: each once, and none that equals ``own``."""
@@ -267,7 +256,7 @@ class Children:
             if own is not None:
                 self._shown.add(parent_watch.named(own))
             for child in self._all:
-                if child.local not in self.over:
+                if child.code is None:
                     child.listen()
                 if child.error is None or child.error in self._shown or child.error.startswith(_CONSEQUENCES):
                     continue
@@ -284,32 +273,67 @@ class Children:
             if not child.leaving:
                 self._signal(child, signum)
 
-    def let_end(self) -> None:
-        """Mark all children as told to end. They were told through servers, and end by themselves."""
-        with self._changed:
-            self._signalled.update(child.local for child in self._all)
+    def fail(self, error: BaseException) -> None:
+        """End the children, because ``error`` ends the launch. Their servers stay until :meth:`finish`, because this
+        process may use them."""
+        self.failed = True
+        if isinstance(error, ToldToEnd):  # the children were told through servers, and end by themselves
+            with self._changed:
+                for child in self._all:
+                    child.signalled = True
+        self._end_by(lambda: self.end(signal.SIGINT, parent_watch.GRACE))
+        self.show_errors(error)
 
-    def wait(self, end_timeout: float | None, grace: float) -> None:
+    def finish(self, failed: bool, signum: int = signal.SIGINT) -> None:
+        """Wait for the children, and name lost virtual workers again. If this process has failed, end the children
+        instead, by ``signum`` as in :meth:`end`."""
+        was_ended = self.ended
+        failed = failed or lost_workers.uncaught is not None
+        try:
+            if not was_ended:
+                self._end_by(lambda: self.end(signum, parent_watch.GRACE) if failed else self._wait())
+            if not was_ended and not failed:
+                self.show_errors()
+        finally:
+            closed, self._closed = self._closed, None
+            try:
+                if closed is not None:
+                    closed()  # while the children's interpreters shut down
+            finally:
+                self._reap()
+        if not was_ended and not failed:
+            lost_workers.name()
+
+    def _end_by(self, end: Callable[[], None]) -> None:
+        """Call ``end``. If it is interrupted, as by Ctrl-C, end the children quickly."""
+        try:
+            end()
+        except BaseException:
+            self.end(signal.SIGTERM, min(1.0, parent_watch.GRACE))
+            raise
+
+    def _wait(self) -> None:
         """Wait until all children have ended by themselves, however long their own code takes. Log the wait once. After
-        ``end_timeout`` seconds, if not None, end them with ``grace`` as in :meth:`end`, and let the program fail."""
+        ``end_timeout`` seconds, if not None, end them as in :meth:`end`, and let the program fail."""
         with self._changed:
-            self._restarts.clear()
+            self._may_restart = False
         for child in self._still():  # a restarted child may be about to come back to a run that is over
             self._tell(child, {})
             if lost_workers.has_lost(child.worker):  # a stopped child ends once it goes on
                 child.send(signal.SIGCONT)
-        soon = NOTICE_AFTER if end_timeout is None else min(end_timeout, NOTICE_AFTER)
-        if not self._gone(soon) and soon != end_timeout:
+        # Not by `notice_if_long`: from Python 3.12 on, no thread can start at the program's exit.
+        soon = NOTICE_AFTER if self.end_timeout is None else min(self.end_timeout, NOTICE_AFTER)
+        if not self._gone(soon) and soon != self.end_timeout:
             who = ", ".join(map(str, self._still()))
             say(f"this process has ended, and waits for {who} to end; WSPCallback(end_timeout=...) bounds that")
-        if not self._gone(None if end_timeout is None else end_timeout - soon):
+        if not self._gone(None if self.end_timeout is None else self.end_timeout - soon):
             for child in self._still():
                 say(
-                    f"{child} had not ended {end_timeout:g} seconds after this process, and is told to end; raise"
+                    f"{child} had not ended {self.end_timeout:g} seconds after this process, and is told to end; raise"
                     " WSPCallback(end_timeout=...) if it may take longer"
                 )
             lost_workers.exit_with_one()
-            self.end(signal.SIGTERM, grace)
+            self.end(signal.SIGTERM, parent_watch.GRACE)
         self.ended = True
 
     def end(self, signum: int, grace: float) -> None:
@@ -323,11 +347,11 @@ class Children:
             grace: Seconds until SIGTERM, and again until SIGKILL.
         """
         with self._changed:
-            self._restarts.clear()
-            before = set(self._signalled)
-        self._ask(signum, lambda child: child.local not in before)
+            self._may_restart = False
+            before = [child for child in self._all if child.signalled]
+        self._ask(signum, [child for child in self._all if child not in before])
         if before and not self._gone(grace / 3):
-            self._ask(signum, lambda child: child.local in before)
+            self._ask(signum, before)
         if not self._gone(grace):
             self.kill(signal.SIGTERM)
         if not self._gone(grace):
@@ -337,12 +361,12 @@ class Children:
             self._gone(None)
         self.ended = True
 
-    def reap(self, grace: float) -> None:
+    def _reap(self) -> None:
         """Wait until the processes of children that have come to their end are gone, and kill children that hang.
         Python needs a moment to free a program's memory, and much longer on a busy machine. So a child hangs only if
-        all its processes slept for ``grace`` seconds, or if it still exists after `LONGEST` times as long."""
+        all its processes slept for the grace period, or if it still exists after `LONGEST` times as long."""
+        grace, worked = parent_watch.GRACE, self._worked()
         until = time.monotonic() + LONGEST * grace
-        worked = self._worked()
         while not self._gone(grace, wholly=True):
             before, worked = worked, self._worked()
             late = time.monotonic() > until
@@ -356,16 +380,16 @@ class Children:
     def _worked(self) -> dict[int, frozenset[object]]:
         return {child.local: work_of(child.process.pid) for child in self._still()}
 
-    def _ask(self, signum: int, whom: Callable[[Child], bool]) -> None:
-        for child in filter(whom, self._still()):
+    def _ask(self, signum: int, whom: Iterable[Child]) -> None:
+        for child in whom:
             with self._changed:
-                child.listen()
-            if child.error is None and not child.leaving:
+                leaves = self._leaves(child)
+            if child.error is None and not leaves:
                 self._signal(child, signum if child.arrived else signal.SIGTERM)
 
     def _signal(self, child: Child, signum: int) -> None:
         with self._changed:
-            self._signalled.add(child.local)
+            child.signalled = True
         child.send(signum)
 
     def wake(self) -> None:
@@ -375,23 +399,24 @@ class Children:
 
     def _still(self) -> list[Child]:
         with self._changed:
-            return [child for child in self._all if child.local not in self.over]
+            return [child for child in self._all if child.code is None]
 
     def _gone(self, seconds: float | None, wholly: bool = False) -> bool:
         """Wait for up to ``seconds`` until all children have come to their end, or ``wholly``, until their processes
         are over."""
         until = float("inf") if seconds is None else time.monotonic() + seconds
         with self._changed:
-            while self._running and not (not wholly and all(self._leaves(child) for child in self._all)):
+            while not all(child.is_over or (not wholly and self._leaves(child)) for child in self._all):
                 if (rest := until - time.monotonic()) <= 0:
                     return False
                 self._changed.wait(min(rest, _LOOK))
         return True
 
-    def _leaves(self, child: Child) -> bool:
-        if child.local not in self.over:
+    @staticmethod
+    def _leaves(child: Child) -> bool:
+        if child.code is None:
             child.listen()
-        return child.leaving or child.local in self.over
+        return child.leaving or child.code is not None
 
 
 _BUSY = "RD"  # runs, or waits for a processor; waits for a disk

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.process.signals import guarded
 
 _START = os.getcwd()
 """Working folder at import, the best guess of the folder in which the program was started."""
@@ -33,6 +35,19 @@ class Command:
     command: Sequence[str]
     folder: str
     job: str | None
+
+    def start(
+        self, variables: Mapping[str, str], descriptors: Sequence[int], *more: str, in_session: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """Start the command with ``more`` arguments and further environment variables. It inherits ``descriptors``, and
+        ends with this process. With ``in_session``, it has its own process session."""
+        return subprocess.Popen(
+            guarded([*self.command, *more]),
+            cwd=self.folder,
+            env={**os.environ, **variables},
+            pass_fds=descriptors,
+            start_new_session=in_session,
+        )
 
 
 def this_program(*, is_first: bool = False) -> Command:

@@ -19,7 +19,7 @@ from types import FrameType
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetpipe.errors import say
-from lightning_hetpipe.server.process.signals import exit_now
+from lightning_hetpipe.server.process.signals import TERMINATED, exit_now, handled
 
 _LAST = -1_000_000
 """Lowest priority at exit of multiprocessing, whose own priorities are -100 to 10."""
@@ -44,11 +44,9 @@ class LostWorkers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: set[int] = set()
-        self._unnamed: dict[int, str] = {}
-        """Descriptions of lost virtual workers that the end of the run has still to name."""
-        self._goes_without = False
-        self._told = False  # of another failure than a lost virtual worker
+        self._lost: dict[int, str] = {}
+        """Descriptions of lost virtual workers, which the end of the run has still to name."""
+        self._exits_with_one = False
         self._failed = 0
         self._uncaught: Uncaught | None = None
 
@@ -56,50 +54,48 @@ class LostWorkers:
         """Record that virtual worker ``vw`` with the name ``who`` is lost. ``how`` it ended is a text such as "died by
         SIGKILL". ``sentence`` is logged now, unless empty."""
         with self._lock:
-            if vw in self._known or self._failed:
+            if vw in self._lost or self._failed:
                 return
-            self._known.add(vw)
-            self._goes_without = True
-            self._unnamed[vw] = f"{who}, which {how}"
+            self._lost[vw] = f"{who}, which {how}"
         if sentence:
             say(sentence)
 
     def has_lost(self, vw: int) -> bool:
         """Return True if virtual worker ``vw`` is lost."""
-        with self._lock:
-            return vw in self._known
+        return vw in self._lost
 
     def find(self, vw: int) -> None:
         """Record that virtual worker ``vw`` takes part again."""
         with self._lock:
-            self._known.discard(vw)
-            self._unnamed.pop(vw, None)
-            self._goes_without = bool(self._known)
+            self._lost.pop(vw, None)
 
     def exit_with_one(self) -> None:
         """Let the program exit with 1 for another failure, which this process has logged and survived."""
-        self._told = True
+        self._exits_with_one = True
 
     def name(self) -> None:
-        """End a run: log the virtual workers without which it has gone on."""
+        """End a run: log the virtual workers without which it has gone on. The program exits with 1 because of them."""
         with self._lock:
-            unnamed, self._unnamed = self._unnamed, {}
-            self._known.clear()
-        if unnamed:
-            say(f"this run went on without {', '.join(unnamed[vw] for vw in sorted(unnamed))}")
+            lost, self._lost = self._lost, {}
+        if lost:
+            self.exit_with_one()
+            say(f"this run went on without {', '.join(lost[vw] for vw in sorted(lost))}")
 
     def forget(self, code: int = 1) -> None:
         """Forget all lost virtual workers, because the run has failed with an exception. Its exit code is ``code``."""
         with self._lock:
-            self._known.clear()
-            self._unnamed.clear()
-            self._goes_without, self._told, self._failed = False, False, code
+            self._lost.clear()
+            self._exits_with_one, self._failed = False, code
+
+    @property
+    def uncaught(self) -> BaseException | None:
+        """Exception that nobody has caught since the first run began, and that ends this program."""
+        return None if self._uncaught is None else self._uncaught.error
 
     @property
     def status(self) -> int:
         """Exit code of this program, as far as its last run and its end determine it."""
-        error = None if self._uncaught is None else self._uncaught.error
-        return self._failed or int(self._goes_without or self._told or error is not None)
+        return self._failed or int(bool(self._lost) or self._exits_with_one or self.uncaught is not None)
 
     def watch(self) -> None:
         """Begin a run whose lost workers change the exit code. Call this before other functions are registered for the
@@ -111,8 +107,7 @@ class LostWorkers:
 
     def _at_exit(self) -> None:
         """Exit with 1, unless another failure in this process has its own exit code."""
-        error = None if self._uncaught is None else self._uncaught.error
-        if (self._goes_without or self._told) and not self._failed and error is None:
+        if (self._lost or self._exits_with_one) and not self._failed and self.uncaught is None:
             self.name()
             # Python has fixed its exit code by now. So exit in the last of multiprocessing's late finalizers.
             Finalize(None, exit_now, args=(1,), exitpriority=_LAST)
@@ -129,12 +124,6 @@ lost_workers = LostWorkers()
 
 # Ends that were asked for.
 
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a program that SIGTERM has ended, as shells report it."""
-
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a program that Ctrl-C has ended, as shells report it."""
-
 REASON = "told to end"
 """Reason that the other virtual workers receive if a virtual worker that was told to end leaves them."""
 
@@ -146,18 +135,13 @@ def left_to_others() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    before = signal.getsignal(signal.SIGTERM)
 
     def told(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, before[signal.SIGTERM])
+        signal.signal(number, before)
 
-    for each in before:
-        signal.signal(each, told if each is signal.SIGTERM else signal.SIG_IGN)
-    try:
+    with handled({signal.SIGTERM: told, signal.SIGUSR1: signal.SIG_IGN, signal.SIGUSR2: signal.SIG_IGN}):
         yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 class ToldToEnd(SIGTERMException):

@@ -10,7 +10,7 @@ import atexit
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,18 +20,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost, say
 from lightning_hetpipe.launch.children import Children, OnEnd
 from lightning_hetpipe.launch.command import current_job, this_program
-from lightning_hetpipe.launch.ends import (
-    INTERRUPTED,
-    TERMINATED,
-    ToldToEnd,
-    Uncaught,
-    left_to_others,
-    lost_workers,
-    went_on_without,
-)
+from lightning_hetpipe.launch.ends import left_to_others, lost_workers, went_on_without
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, is_fit, with_checkpoint
+from lightning_hetpipe.server.process.signals import INTERRUPTED, TERMINATED
 from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed, Refusal, RemoteFault
 
 T = TypeVar("T")
@@ -46,66 +40,16 @@ class WasLeftOut(SystemExit):
     """Exit of a virtual worker that was left out. The other virtual workers go on, and must not hear of its end."""
 
 
-@dataclass
-class _Launch:
-    """Processes that this process has started for its program, or for one job of a sweep."""
-
-    job: str | None
-    processes: int
-    children: Children
-    closed: Callable[[], None] | None
-    grace: float
-    end_timeout: float | None = None
-    failed: bool = False
-    uncaught: Uncaught = field(default_factory=Uncaught)
-
-    def fail(self, error: BaseException) -> None:
-        """End the children, because the launch has failed. Their servers stay until `finish`, because this process may
-        use them."""
-        self.failed = True
-        if isinstance(error, ToldToEnd):  # the children were told, too
-            self.children.let_end()
-        self._end_by(lambda: self.children.end(signal.SIGINT, self.grace))
-        self.children.show_errors(error)
-
-    def finish(self, failed: bool) -> None:
-        """Wait for the children, and name lost virtual workers again. If this process has failed, end the children
-        instead."""
-        went_on = not self.children.ended and not failed
-        try:
-            if not self.children.ended and failed:
-                self._end_by(lambda: self.children.end(signal.SIGINT, self.grace))
-            elif not self.children.ended:
-                self._end_by(lambda: self.children.wait(self.end_timeout, self.grace))
-                self.children.show_errors()
-        finally:
-            closed, self.closed = self.closed, None
-            try:
-                if closed is not None:
-                    closed()  # while the children's interpreters shut down
-            finally:
-                self.children.reap(self.grace)
-        if went_on:
-            lost_workers.name()
-
-    def _end_by(self, end: Callable[[], None]) -> None:
-        """Call ``end``. If it is interrupted, as by Ctrl-C, end the children quickly."""
-        try:
-            end()
-        except BaseException:
-            self.children.end(signal.SIGTERM, min(1.0, self.grace))
-            raise
+_launch: Children | None = None
 
 
-_launch: _Launch | None = None
+def _own_launch() -> Children | None:
+    """Return the children that this process has started for its program, or for one job of a sweep, or None. A launch
+    inherited through fork does not count."""
+    return None if _launch is None or _launch.pid != os.getpid() else _launch
 
 
-def _own_launch() -> _Launch | None:
-    """Return the launch that this process started, or None. A launch inherited through fork does not count."""
-    return None if _launch is None or _launch.children.pid != os.getpid() else _launch
-
-
-def _launch_of_job() -> _Launch | None:
+def _launch_of_job() -> Children | None:
     """Return the launch of the running program, or of the running job of a sweep, or None."""
     launch = _own_launch()
     return None if launch is None or launch.job != current_job() else launch
@@ -124,31 +68,30 @@ class Launcher(BaseLauncher):
     """Launcher by which all virtual workers of this node run the Trainer's function.
 
     The node's first virtual worker starts the other virtual workers. These, and processes of an external launcher, just
-    run it.
+    run it. A process that is no virtual worker serves the virtual workers instead, until they have ended.
 
     Args:
         extra: Called once while the first process starts the other processes. It returns variables for them, such as a
             server's address.
-        on_end: Called when a virtual worker's process has ended, well or not, with its number on this node and its
+        settings: Called at each launch in the process that starts others. It returns the settings, of which those about
+            restarts and about the wait at the program's end are used.
+        serve: Called in a process that is no virtual worker. It serves, and returns the exit code.
+        on_end: Called when a virtual worker's process has ended, well or not, with its number among all and its
             return code (negative: a signal). Calls begin within :meth:`launch`, and later ones come from a thread of
             the launcher.
         closed: Called once at the end of the program or of the sweep's job, after the ends of all processes.
-        grace: Seconds until a child that has to end gets the next stronger signal.
-        end_timeout: Called at each launch. It returns the seconds to wait for children at the program's end, or None.
         resumed_from: Called before a fit. If this process comes back to a running run, it returns the checkpoint to
             resume from, else None.
-        restarts: Called once. It returns the largest number of restarts of each process started here.
     """
 
     rank: Rank
     extra: Callable[[], Mapping[str, str]]
+    settings: Callable[[], WSPSettings]
+    serve: Callable[[], int]
     on_end: OnEnd | None = None
     closed: Callable[[], None] | None = None
-    grace: float = 10.0
-    end_timeout: Callable[[], float | None] = lambda: None
-    trainer: L.Trainer | None = None
     resumed_from: Callable[[], Path | None] = lambda: None
-    restarts: Callable[[], int] = lambda: 0
+    trainer: L.Trainer | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -158,19 +101,22 @@ class Launcher(BaseLauncher):
     def launch(self, function: Callable[..., T], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> T:
         """Start the other virtual workers of this node, and call ``function``. An exception of it ends them all. Raise
         SettingError if they have already ended, because an earlier call failed. Raise WasLeftOut if they have gone on
-        without this virtual worker."""
+        without this virtual worker. In a process that is no virtual worker, serve, and end the program by SystemExit.
+        """
         self.trainer = trainer
+        if self.rank.role is Role.HOST:
+            raise SystemExit(self._served())
         child, launch = this_child(), None
         lost_workers.watch()
         if child is not None:
             child.arrived()
         elif self.rank.role is Role.FIRST and self.rank.per_node > 1:
-            end_timeout = self.end_timeout()
-            launch = self._launched()
-            launch.end_timeout = end_timeout
+            settings = self.settings()
+            launch = self._launched(settings.restarts)
+            launch.end_timeout = settings.end_timeout
         try:
             if launch is not None:
-                launch.children.watch(self.on_end)
+                launch.watch(self.on_end)
             if is_fit(function, trainer) and (checkpoint := self.resumed_from()) is not None:
                 args, kwargs = with_checkpoint(function, args, kwargs, checkpoint)
             return function(*args, **kwargs)
@@ -186,7 +132,7 @@ class Launcher(BaseLauncher):
             if may_return or isinstance(error, FirstLost):
                 say(f"virtual worker {self.rank.index} ends, {self._why_again(error)}")
                 if launch is not None:
-                    launch.children.wake()  # they may be stopped as this process was, which waits for them
+                    launch.wake()  # they may be stopped as this process was, which waits for them
                 raise WasLeftOut(LEFT_OUT) from error
             if child is not None and isinstance(error, (Exception, SIGTERMException)):
                 child.failed(error)  # now, because cleaning up may take long, and be disturbed
@@ -206,7 +152,7 @@ class Launcher(BaseLauncher):
             raise error.with_traceback(None) from None  # the place where this one waited explains nothing
         finally:
             if launch is not None:
-                launch.children.watch(None)
+                launch.watch(None)
 
     def _why_again(self, error: BaseException) -> str:
         """Return the end of a sentence that says why this process ends and has to be started again."""
@@ -219,9 +165,19 @@ class Launcher(BaseLauncher):
     def kill(self, signum: Any) -> None:
         """Pass on a signal that this process got. Lightning calls this for SIGTERM."""
         if (launch := _own_launch()) is not None:
-            launch.children.kill(signum)
+            launch.kill(signum)
 
-    def _launched(self) -> _Launch:
+    def _served(self) -> int:
+        """Serve, and return the exit code. The first SIGTERM is left to the virtual workers, which must still save the
+        weights here. A second SIGTERM ends this process."""
+        try:
+            with left_to_others():
+                return self.serve()
+        except KeyboardInterrupt:
+            say("this node was interrupted, and serves no more")
+            return INTERRUPTED
+
+    def _launched(self, restarts: int) -> Children:
         """Return the launch of the running program or job of a sweep. Start it if there is none."""
         global _launch
         check_processes(self.rank)
@@ -235,50 +191,18 @@ class Launcher(BaseLauncher):
             return running
         if (before := _own_launch()) is not None:
             before.finish(False)  # the previous job of the sweep
-        program = this_program()
-        seats = self.rank.per_node
-        children = Children(program.command, program.folder, processes, self.rank.index, self.restarts(), seats)
+        children = Children(this_program(), self.rank, restarts, self.closed)
         try:
             children.give(self.extra())
         except BaseException as error:
             lost_workers.forget(_code(error))
-            children.end(signal.SIGTERM, self.grace)
-            if self.closed is not None:
-                self.closed()
-            children.reap(self.grace)
+            children.finish(True, signal.SIGTERM)
             raise
         # Registered last, so that it runs before the end of a server from `extra`, which children may need.
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
-        _launch = _Launch(program.job, processes, children, self.closed, self.grace)
-        return _launch
-
-
-@dataclass(eq=False)
-class ServingLauncher(BaseLauncher):
-    """Launcher of a process that is no virtual worker. It serves the virtual workers until they have ended. ``serve``
-    serves and returns the exit code."""
-
-    serve: Callable[[], int]
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        """False, as for :class:`Launcher`."""
-        return False
-
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
-        """Serve, and end the program by SystemExit. Only virtual workers run the Trainer's function. The first SIGTERM
-        is left to the virtual workers, which must still save the weights here. A second SIGTERM ends this process."""
-        try:
-            with left_to_others():
-                code = self.serve()
-        except KeyboardInterrupt:
-            say("this node was interrupted, and serves no more")
-            code = INTERRUPTED
-        raise SystemExit(code)
-
-    def kill(self, signum: Any) -> None:
-        """Do nothing, because no process was started that needs the signal."""
+        _launch = children
+        return children
 
 
 def _code(error: BaseException) -> int:
@@ -296,8 +220,8 @@ def finish(failed: bool = False) -> Mapping[int, int]:
         lost_workers.forget()
     if (launch := _own_launch()) is None:
         return {}
-    launch.finish(failed or launch.uncaught.error is not None)
-    return dict(launch.children.failures)
+    launch.finish(failed)
+    return dict(launch.failures)
 
 
 def _at_exit() -> None:

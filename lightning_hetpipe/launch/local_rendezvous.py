@@ -18,13 +18,16 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
-from lightning_hetpipe.errors import NOTICE_AFTER, SettingError, say
+from lightning_hetpipe.errors import SettingError, notice_if_long
+from lightning_hetpipe.hosts.secured_socket import Door
 from lightning_hetpipe.server.process.signals import close_in_forks
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _LONGEST = 1 << 16
+_MOST = 1024  # connections at a time
 _AGAIN = 0.1  # seconds between attempts
 
 
@@ -34,46 +37,30 @@ class LocalRendezvous:
 
     def __init__(self, launch: str, variables: Mapping[str, str], pipe: int | None = None) -> None:
         self._content, self._pipe = json.dumps(dict(variables)).encode() + b"\n", pipe
-        self._met: list[socket.socket] = []
-        self._socket = socket.socket(socket.AF_UNIX)
-        close_in_forks(self._socket)
+        listener = socket.socket(socket.AF_UNIX)
+        close_in_forks(listener)
         try:
-            self._socket.bind(_name(launch))
+            listener.bind(_name(launch))
         except OSError:
-            self._socket.close()
+            listener.close()
             raise SettingError(
                 f"another launch on this machine has the same MASTER_ADDR and MASTER_PORT ({launch.rstrip('/')}); give"
                 " each launch a MASTER_PORT of its own (torchrun: --master-port)"
             ) from None
-        self._socket.listen(64)
-        self._thread = threading.Thread(target=self._answer, name="hetpipe-local-rendezvous", daemon=True)
-        self._thread.start()
+        listener.listen(64)
+        self._door = Door(listener, self._answer, _MOST, "hetpipe-local-rendezvous")
+        self._door.open()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
-        self._socket.close()
-        self._thread.join()
-        for each in self._met:
-            each.close()
+        self._door.close()
 
-    def _answer(self) -> None:
-        while True:
-            try:
-                asking, _ = self._socket.accept()
-            except OSError:
-                return
-            close_in_forks(asking)
-            for each in [each for each in self._met if _has_ended(each)]:
-                self._met.remove(each)
-                each.close()
-            try:
-                if _user(asking) != os.getuid():
-                    raise PermissionError
+    def _answer(self, asking: socket.socket, _: str) -> None:
+        """Answer a process, and wait until it or this rendezvous has ended."""
+        close_in_forks(asking)
+        with contextlib.suppress(OSError):
+            if _user(asking) == os.getuid():
                 socket.send_fds(asking, [self._content], [] if self._pipe is None else [self._pipe])
-                self._met.append(asking)
-            except OSError:
-                asking.close()
+                asking.recv(1)
 
 
 class FirstProcess(NamedTuple):
@@ -87,46 +74,34 @@ class FirstProcess(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """True once that process has ended or closed the connection."""
-        return _has_ended(self.connection)
+        """True once that process, which sends nothing more, has ended or closed the connection."""
+        return bool(wait([self.connection], 0))
 
     def close(self) -> None:
         self.connection.close()
 
 
-def _has_ended(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return not connection.recv(1)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
 def ask(launch: str, timeout: float) -> FirstProcess:
     """Meet the first process of ``launch`` on this machine. Raise SettingError if there is none within ``timeout``
     seconds."""
-    name, began, gone = _name(launch), time.monotonic(), threading.Event()
-    deadline, told = began + timeout, False
-    where = f"LOCAL_RANK=0, with MASTER_ADDR and MASTER_PORT as here: {launch.rstrip('/')}"
-    while True:
-        asking = socket.socket(socket.AF_UNIX)
-        asking.settimeout(max(_AGAIN, deadline - time.monotonic()))
-        with contextlib.suppress(OSError):
-            asking.connect(name)
-            if _user(asking) == os.getuid() and (met := _met(asking, launch)) is not None:
-                return met
-        asking.close()
-        if time.monotonic() > deadline:
-            raise SettingError(
-                f"this virtual worker has waited {timeout:g} s for the first one on this machine ({where}) to start a"
-                " server; start it as well, with these in its environment, or set a longer timeout"
-            )
-        if not told and time.monotonic() > began + NOTICE_AFTER:
-            told = True
-            say(f"this virtual worker waits for the first one on this machine ({where}), for up to {timeout:g} s")
-        gone.wait(_AGAIN)
+    name, deadline, gone = _name(launch), time.monotonic() + timeout, threading.Event()
+    first = "the first one on this machine (LOCAL_RANK=0, with MASTER_ADDR and MASTER_PORT as here:"
+    first = f"{first} {launch.rstrip('/')})"
+    with notice_if_long(lambda: f"this virtual worker waits for {first}, for up to {timeout:g} s"):
+        while True:
+            asking = socket.socket(socket.AF_UNIX)
+            asking.settimeout(max(_AGAIN, deadline - time.monotonic()))
+            with contextlib.suppress(OSError):
+                asking.connect(name)
+                if _user(asking) == os.getuid() and (met := _met(asking, launch)) is not None:
+                    return met
+            asking.close()
+            if time.monotonic() > deadline:
+                raise SettingError(
+                    f"this virtual worker has waited {timeout:g} s for {first} to start a server; start it as well,"
+                    " with these in its environment, or set a longer timeout"
+                )
+            gone.wait(_AGAIN)
 
 
 def _met(asking: socket.socket, launch: str) -> FirstProcess | None:

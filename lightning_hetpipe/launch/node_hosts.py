@@ -9,10 +9,8 @@ node 0                     its first process listens on MASTER_ADDR, at the port
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -22,9 +20,10 @@ from lightning_hetpipe.hosts import host_server
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
 from lightning_hetpipe.hosts.secured_socket import check_names
 from lightning_hetpipe.launch import servers
-from lightning_hetpipe.launch.ends import INTERRUPTED, TERMINATED, lost_workers
-from lightning_hetpipe.launch.ranks import Rank
+from lightning_hetpipe.launch.ends import lost_workers
+from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.server.process.signals import INTERRUPTED, TERMINATED
 from lightning_hetpipe.server.transport.security import Security, joined, split
 
 HOST_PORT = 2
@@ -61,22 +60,24 @@ _ENDS = {INTERRUPTED: "was interrupted", TERMINATED: "was told to end, by SIGTER
 _own: Arrival | None = None
 _rendezvous: HostRendezvous | None = None
 _found: FoundHosts | None = None
-_undo = ExitStack()
 
 
 def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, nodes: ServingNodes) -> None:
-    """Start the hosts of this process's node and the meeting of all nodes, unless done. Raise SettingError if an
-    address cannot be used, or would be open to strangers."""
+    """Start what this process's node serves, and on node 0 the meeting of all nodes, unless done. ``servers.stop`` ends
+    them. Raise SettingError if an address cannot be used, or would be open to strangers."""
     global _own, _rendezvous
     if _own is not None:
         return
     coordinator, security = servers.over_nodes(rank, environment, wsp.security.from_environment())
-    _own = own = Arrival(rank.node, nodes.plan, _host(rank, coordinator, security, nodes, _undo))
-    atexit.unregister(stop)
-    atexit.register(stop)
+    server, is_virtual_worker = "", rank.role is not Role.HOST
+    if not is_virtual_worker and rank.local == 0 and rank.size > 1 and wsp.servers is None:
+        servers.start(rank, environment, wsp, everywhere=True)
+        server = servers.own_address()
+    _own = Arrival(rank.node, nodes.plan, _host(rank, coordinator, security, nodes), server, not is_virtual_worker)
+    servers.until_end(_end)
     if rank.index == 0:
         serving = {nodes.names.index(name): name for name in nodes.stages}
-        _rendezvous = _undo.enter_context(HostRendezvous(_meeting(coordinator), security, own, serving))
+        _rendezvous = HostRendezvous(_meeting(coordinator), security, _own, serving).__enter__()
 
 
 def find(
@@ -87,12 +88,10 @@ def find(
     global _found
     start(rank, environment, wsp, nodes)
     if _found is None:
-        assert _own is not None
         if _rendezvous is not None:
             arrived = _rendezvous.everyone(wsp.join_timeout)
         else:
-            coordinator, security = servers.over_nodes(rank, environment, wsp.security.from_environment())
-            with Meeting(_meeting(coordinator), security, _own, timeout) as meeting:
+            with _at_node_0(rank, environment, wsp, timeout) as meeting:
                 arrived = meeting.everyone(wsp.join_timeout)
         _found = FoundHosts(
             {nodes.names[each.node]: each.host for each in arrived},
@@ -103,22 +102,16 @@ def find(
 
 def serve(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, nodes: ServingNodes) -> int:
     """Serve until node 0 has ended. Return its exit code, or 1 if it ended without one. Raises as :func:`find` does."""
-    coordinator, security = servers.over_nodes(rank, environment, wsp.security.from_environment())
     name = nodes.names[rank.node]
-    with ExitStack() as undo:
-        host = server = ""
-        if rank.local == 0:
-            if rank.size > 1 and wsp.servers is None:
-                undo.callback(servers.stop)
-                servers.start(rank, environment, wsp, everywhere=True)
-                server = servers.own_address()
-            host = _host(rank, coordinator, security, nodes, undo)
-        own = Arrival(rank.node, nodes.plan, host, server, stays=True)
-        meeting = undo.enter_context(Meeting(_meeting(coordinator), security, own, timeout))
-        meeting.everyone(wsp.join_timeout)
-        if host:
-            say(f"this is {name} (NODE_RANK={rank.node}) of the plan, and serves {nodes.stages[name]}")
-        status = meeting.status()
+    try:
+        start(rank, environment, wsp, nodes)
+        with _at_node_0(rank, environment, wsp, timeout) as meeting:
+            meeting.everyone(wsp.join_timeout)
+            if _own is not None and _own.host:
+                say(f"this is {name} (NODE_RANK={rank.node}) of the plan, and serves {nodes.stages[name]}")
+            status = meeting.status()
+    finally:
+        servers.stop()
     if status is None:
         say(f"node 0 was lost, or has ended without a word, and with it ends the service of {name}")
         return 1
@@ -128,16 +121,15 @@ def serve(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout
     return status
 
 
-def stop() -> None:
-    """End the services of this process, and report its end to the nodes that serve it."""
+def _end() -> None:
+    """Report the end of this process to the nodes that serve it."""
     global _own, _rendezvous, _found
-    rendezvous, _rendezvous, _own, _found = _rendezvous, None, None, None
-    if rendezvous is not None:
-        rendezvous.end(lost_workers.status)
-    _undo.close()
+    if _rendezvous is not None:
+        _rendezvous.end(lost_workers.status)
+    _own = _rendezvous = _found = None
 
 
-def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes, undo: ExitStack) -> str:
+def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes) -> str:
     """If this is the first process of a serving node, start the node's hosts, and return their address."""
     if rank.local or nodes.names[rank.node] not in nodes.stages:
         return ""
@@ -145,7 +137,7 @@ def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes,
     check_names(security, host)
     address = joined(host, int(given) + HOST_PORT if given else 0)
     try:
-        return undo.enter_context(host_server.HostServer(address, security)).address
+        server = host_server.HostServer(address, security).__enter__()
     except SettingError as error:
         if given is None:
             raise
@@ -153,6 +145,15 @@ def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes,
             f"the hosts of this node cannot listen on {address}, {HOST_PORT} after {servers.PORT}={given}; give another"
             f" {servers.PORT} ({error})"
         ) from None
+    servers.until_end(server.__exit__)
+    return server.address
+
+
+def _at_node_0(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float) -> Meeting:
+    """Come to node 0, at which all nodes meet."""
+    coordinator, security = servers.over_nodes(rank, environment, wsp.security.from_environment())
+    assert _own is not None
+    return Meeting(_meeting(coordinator), security, _own, timeout)
 
 
 def _meeting(coordinator: str) -> str:

@@ -39,7 +39,7 @@ AGAIN = "HETPIPE_STARTED_AGAIN"
 """Variable for a child whose earlier process has ended in the middle of a run."""
 
 GRACE = 10.0
-"""Seconds to clean up for a child whose launcher has ended."""
+"""Seconds until a child that has to end gets the next stronger signal."""
 
 LONGEST = 1 << 16
 """Largest number of characters of an error. The launcher may not read them before the child has ended."""

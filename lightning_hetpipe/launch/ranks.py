@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -128,7 +128,7 @@ def find_rank(
         )
     here = of_nodes[node]
     if not here:
-        return _host(of_nodes, node, 0)
+        return _rank(of_nodes, node, 0, Role.HOST)
     role, local, least = Role.FIRST, 0, virtual_workers.least if isinstance(virtual_workers, WorkerRange) else 0
     if child is not None:
         role, local = Role.CHILD, child.local
@@ -146,9 +146,9 @@ def find_rank(
 
 
 def _rank(of_nodes: Sequence[int], node: int, local: int, role: Role, least: int = 0) -> Rank:
-    """Make the rank of virtual worker ``local`` of ``node``, given the numbers of virtual workers on all nodes."""
+    """Make the rank of process ``local`` of ``node``, given the numbers of virtual workers on all nodes."""
     return Rank(
-        index=sum(of_nodes[:node]) + local,
+        index=sum(of_nodes) if role is Role.HOST else sum(of_nodes[:node]) + local,
         size=sum(of_nodes),
         node=node,
         local=local,
@@ -239,15 +239,13 @@ def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnviro
             f" started on {_nodes(nodes)}, {per_node} of them on node {node}, which this is; start one process for each"
             " virtual worker of the plan, in its order, and one on each node without any"
         )
-    if 0 in planned and local >= planned[node]:
-        return _host(planned, node, local)
     if 0 in planned:
-        return _rank(planned, node, local, Role.EXTERNAL)
+        return _rank(planned, node, local, Role.HOST if local >= planned[node] else Role.EXTERNAL)
     known = tuple(planned)
     if nodes == 2 and not known:
         known = (per_node, size - per_node) if node == 0 else (size - per_node, per_node)
-    here = Rank(environment.global_rank(), size, node, local, per_node, nodes=nodes, role=Role.EXTERNAL)
-    return replace(here, of_nodes=known) if nodes > 1 else here
+    of_nodes = known if nodes > 1 else ()
+    return Rank(environment.global_rank(), size, node, local, per_node, nodes, role=Role.EXTERNAL, of_nodes=of_nodes)
 
 
 def _as_planned(planned: Sequence[int], nodes: int, node: int, per_node: int, size: int) -> bool:
@@ -258,10 +256,6 @@ def _as_planned(planned: Sequence[int], nodes: int, node: int, per_node: int, si
     if 0 in planned:
         return per_node >= max(1, planned[node])
     return (planned[node], sum(planned)) == (per_node, size)
-
-
-def _host(of_nodes: Sequence[int], node: int, local: int) -> Rank:
-    return replace(_rank(of_nodes, node, local, Role.HOST), index=sum(of_nodes))
 
 
 def _of(planned: Sequence[int]) -> str:
@@ -308,14 +302,7 @@ def devices_of(devices: Sequence[torch.device], local: int, per_node: int) -> li
     return list(devices[first : first + each + (local < larger)])
 
 
-def announce(rank: Rank) -> Callable[[], None]:
-    """Make only virtual worker 0 print, warn and log, as Lightning does for rank 0. Return a function that undoes
-    this."""
+def announce(rank: Rank) -> None:
+    """Make only virtual worker 0 print, warn and log, as Lightning does for rank 0."""
     known: Any = rank_zero_only  # a function, on which Lightning keeps the rank
-    before = known.rank
     known.rank = rank.index
-
-    def undo() -> None:
-        known.rank = before
-
-    return undo

@@ -18,7 +18,7 @@ import secrets
 import socket
 import sys
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -29,12 +29,12 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_hetpipe.errors import SettingError, say
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import local_rendezvous, parent_watch, supervision
 from lightning_hetpipe.launch.local_rendezvous import FirstProcess, LocalRendezvous
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.server.process.server_process import ServerLost, ServerProcess, Supervisor
+from lightning_hetpipe.server.process.server_process import ServerProcess, Supervisor
 from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed
 from lightning_hetpipe.server.transport.security import Security, is_loopback, joined
 
@@ -74,25 +74,24 @@ class FoundServers:
 
 
 _server: Supervisor | None = None
-_lost: ServerLost | None = None
 _rendezvous: LocalRendezvous | None = None
 _first: FirstProcess | None = None
 """Process of this machine's first VW, if neither process is the other's launcher."""
 _undo = ExitStack()
-_launch = ""
+_OWN_LAUNCH = secrets.token_hex(8)
 """Launch id of our own launcher's processes."""
 
 
 def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, *, everywhere: bool = False) -> dict[str, str]:
-    """Start this node's server if its first VW has to, unless it runs. Return variables for the node's other processes.
+    """Start this node's server if this first process has to, unless it runs. Return variables for other processes.
     With ``everywhere``, each node has a server even if ``placement="local"``. Raise SettingError if the server cannot
     listen at its address, or would be open to strangers."""
     if wsp.servers is not None:
-        return {} if rank.size > rank.per_node else {LAUNCH: _launch_here()}
+        return {} if rank.size > rank.per_node else {LAUNCH: _OWN_LAUNCH}
     if rank.nodes > 1:
         coordinator, security = over_nodes(rank, environment, wsp.security.from_environment())
         port = coordinator.rpartition(":")[2] if rank.index == 0 else os.environ.get(PORT, "0")
-        if rank.index == 0 or wsp.placement != "local" or everywhere:
+        if rank.local == 0 and (rank.index == 0 or wsp.placement != "local" or everywhere):
             _serve(joined(host_of_node(rank, coordinator), int(port)), security, wsp.lease)
         return {COORDINATOR: coordinator, TOKEN: security.token or ""}
     # With the user's token, `hetpipe-server status` can ask. Otherwise the server makes a token that nobody knows.
@@ -112,13 +111,10 @@ def find(
         launch = _launch_at_servers(rank, environment)
         hosts = further is not None and rank.index == 0
         return FoundServers(wsp.servers[0], known, given, hosts, launch, rank.of_nodes)
-    if rank.local == 0:
+    if rank.local == 0 or rank.nodes > 1:
         variables: Mapping[str, str] = start(rank, environment, wsp, everywhere=further is not None)
-        if rank.nodes == 1 and _may_be_met(rank):
-            _meet(rank, environment, variables)
-    elif rank.nodes > 1:
-        coordinator, _ = over_nodes(rank, environment, given)
-        variables = {COORDINATOR: coordinator, TOKEN: given.token or ""}
+        if rank.nodes == 1:
+            _be_met(rank, environment, variables)
     elif rank.role is Role.CHILD:
         variables = parent_watch.launcher_variables()
     else:
@@ -142,7 +138,9 @@ def lost() -> Exception | None:
     child = parent_watch.this_child()
     if child is not None and child.orphaned:
         return PeerFailed("the launcher has ended")
-    return FirstLost() if _first is not None and _first.has_ended else _lost
+    if _first is not None and _first.has_ended:
+        return FirstLost()
+    return None if _server is None else _server.failure
 
 
 def resumed_from() -> Path | None:
@@ -152,15 +150,17 @@ def resumed_from() -> Path | None:
     return Path(found) if found else None
 
 
-def _lose(error: ServerLost) -> None:
-    global _lost
-    _lost = error
+def until_end(close: Callable[[], object]) -> None:
+    """Let :func:`stop` call ``close``. This process calls :func:`stop` when it exits at the latest."""
+    _undo.callback(close)
+    atexit.unregister(stop)
+    atexit.register(stop)
 
 
 def stop() -> None:
-    """End the server and the rendezvous of this process."""
-    global _lost, _server, _rendezvous, _first
-    _lost = _server = _rendezvous = _first = None
+    """End the server and the rendezvous of this process, and what others gave to :func:`until_end`."""
+    global _server, _rendezvous, _first
+    _server = _rendezvous = _first = None
     _undo.close()
 
 
@@ -171,7 +171,7 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
         process = ServerProcess(
             "lightning_hetpipe.server.process.sessions:Sessions", {"lease": lease}, address, security
         )
-        server = Supervisor(process, say, _lose)
+        server = Supervisor(process)
         try:
             server.start()
         except SettingError as error:
@@ -184,9 +184,7 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
                 f" ({error})"
             ) from None
         _server = server
-        _undo.callback(server.stop)
-        atexit.unregister(stop)
-        atexit.register(stop)
+        until_end(server.stop)
         ask = f"hetpipe-server status address={process.address}"
         known = os.environ.get(TOKEN) == process.security.token
         rank_zero_info(
@@ -196,31 +194,22 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
     return _server.server
 
 
-def _launch_here() -> str:
-    global _launch
-    _launch = _launch or secrets.token_hex(8)
-    return _launch
-
-
 def _launch_at_servers(rank: Rank, environment: ClusterEnvironment) -> str:
     """Return the launch id, which is equal in all processes of a launch, for any starter."""
     if rank.size == rank.started and rank.role is not Role.EXTERNAL:
-        return parent_watch.launcher_variables().get(LAUNCH, "") if rank.role is Role.CHILD else _launch_here()
+        return parent_watch.launcher_variables().get(LAUNCH, "") if rank.role is Role.CHILD else _OWN_LAUNCH
     if isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return ""  # nobody needs a launch id if all servers are named
     return f"{environment.main_address}:{environment.main_port}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
-def _may_be_met(rank: Rank) -> bool:
-    """Return True if processes that this node's first process has not started may come to it."""
+def _be_met(rank: Rank, environment: ClusterEnvironment, variables: Mapping[str, str]) -> None:
+    """Let processes come to this node's first process that this has not started, unless none can."""
+    global _rendezvous
     # A lost process may be started again by hand, if it can know the launch's name.
     is_named = sys.platform == "linux" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    return rank.role is Role.EXTERNAL or rank.has_room or (rank.per_node > 1 and is_named)
-
-
-def _meet(rank: Rank, environment: ClusterEnvironment, variables: Mapping[str, str]) -> None:
-    global _rendezvous
-    if _rendezvous is None:
+    may_come = rank.role is Role.EXTERNAL or rank.has_room or (rank.per_node > 1 and is_named)
+    if _rendezvous is None and may_come:
         told = {**variables, RESUMED: supervision.resumed_from()}
         _rendezvous = LocalRendezvous(_launch_of(environment), told, supervision.supervised())
         _undo.callback(_rendezvous.close)

@@ -23,15 +23,16 @@ import sys
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 from lightning_hetpipe.errors import say
+from lightning_hetpipe.launch.command import Command
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.server.process.signals import guarded
+from lightning_hetpipe.server.process.signals import handled
 
 
 class Progress(NamedTuple):
@@ -149,15 +150,12 @@ def _say(line: str) -> None:
 
 
 class RunSupervisor:
-    """Runner of a program to its end, and again, at most ``restarts`` times, if its first process is lost. ``command``
-    starts the program in ``folder`` as virtual worker ``vw``. ``going_on`` returns the arguments by which virtual
-    worker 0 goes on from a checkpoint. Other virtual workers get the checkpoint from virtual worker 0."""
+    """Runner of ``program`` to its end, and again, at most ``restarts`` times, if its first process is lost, which is
+    virtual worker ``vw``. ``going_on`` returns the arguments by which virtual worker 0 goes on from a checkpoint. Other
+    virtual workers get the checkpoint from virtual worker 0."""
 
-    def __init__(
-        self, command: Sequence[str], folder: str, restarts: int, going_on: Callable[[str], Sequence[str]], vw: int = 0
-    ) -> None:
-        self._vw = vw
-        self._command, self._folder, self._left, self._going_on = [*command], folder, restarts, going_on
+    def __init__(self, program: Command, restarts: int, going_on: Callable[[str], Sequence[str]], vw: int = 0) -> None:
+        self._program, self._left, self._going_on, self._vw = program, restarts, going_on, vw
         self._saved: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._told: int | None = None  # the signal by which all are to end
@@ -165,7 +163,10 @@ class RunSupervisor:
     def run(self) -> int:
         """Run the program, and return the exit code of its last run."""
         path: str | None = None
-        with self._passing_signals_on():
+        known = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
+        # A signal that is ignored here, as SIGINT in the background of a script, stays ignored in the program.
+        heard = [each for each in known if signal.getsignal(each) is not signal.SIG_IGN]
+        with handled(dict.fromkeys(heard, self._pass_on)):
             while True:
                 code, pid = self._once(path)
                 if code in ENDS or self._told is not None:
@@ -184,13 +185,9 @@ class RunSupervisor:
     def _once(self, path: str | None) -> tuple[int, int]:
         arguments = () if path is None else self._going_on(path)
         ours, theirs = os.pipe()
+        variables = {VARIABLE: str(theirs) if path is None else f"{theirs}@{path}"}
         try:
-            process = self._process = subprocess.Popen(
-                guarded([*self._command, *arguments]),
-                cwd=self._folder,
-                env={**os.environ, VARIABLE: str(theirs) if path is None else f"{theirs}@{path}"},
-                pass_fds=[theirs],
-            )
+            process = self._process = self._program.start(variables, [theirs], *arguments)
         finally:
             os.close(theirs)
         if self._told is not None:  # it came before this process existed
@@ -210,28 +207,15 @@ class RunSupervisor:
                 else:
                     self._saved.append(line.rstrip("\n"))
 
-    @contextlib.contextmanager
-    def _passing_signals_on(self) -> Iterator[None]:
-        """Context manager that passes signals on to the program. A terminal's Ctrl-C reaches the program by itself."""
-
-        def pass_on(signum: int, frame: FrameType | None) -> None:
-            self._told = signum
-            if signum != signal.SIGINT:
-                self._send(self._process, signum)
-            elif not _is_in_foreground():
-                later = threading.Timer(_SOON, self._send, (self._process, signum))
-                later.daemon = True
-                later.start()
-
-        known = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
-        # A signal that is ignored here, as SIGINT in the background of a script, stays ignored in the program.
-        heard = [each for each in known if signal.getsignal(each) is not signal.SIG_IGN]
-        before = {each: signal.signal(each, pass_on) for each in heard}
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
+        """Pass a signal on to the program. A terminal's Ctrl-C reaches the program by itself."""
+        self._told = signum
+        if signum != signal.SIGINT:
+            self._send(self._process, signum)
+        elif not _is_in_foreground():
+            later = threading.Timer(_SOON, self._send, (self._process, signum))
+            later.daemon = True
+            later.start()
 
     @staticmethod
     def _send(process: subprocess.Popen[bytes] | None, signum: int) -> None:

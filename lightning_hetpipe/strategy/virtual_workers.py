@@ -18,17 +18,18 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
-from lightning_hetpipe.launch.ends import REASON, TERMINATED, ToldToEnd
-from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, WasLeftOut, check_processes
+from lightning_hetpipe.launch.ends import REASON, ToldToEnd
+from lightning_hetpipe.launch.launcher import Launcher, WasLeftOut, check_processes
 from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.parent_watch import this_child
-from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange, announce, count_nodes, find_rank
+from lightning_hetpipe.launch.ranks import Rank, WorkerRange, announce, count_nodes, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import callbacks_of, recount_batches, train_loaders
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.waves import whole_steps
 from lightning_hetpipe.run.together import check_returning
+from lightning_hetpipe.server.process.signals import TERMINATED
 from lightning_hetpipe.settings import seconds
 from lightning_hetpipe.strategy import host_setting, relations
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
@@ -63,7 +64,7 @@ class VirtualWorkers:
         self.failure: BaseException | None = None
         self.cluster: Cluster | None = given.cluster
         self._waiting_call: str | None = None
-        self._launcher: Launcher | ServingLauncher | None = None
+        self._launcher: Launcher | None = None
 
     # This process among them.
 
@@ -100,24 +101,21 @@ class VirtualWorkers:
 
     # Their start.
 
-    def launcher(self) -> Launcher | ServingLauncher | None:
+    def launcher(self) -> Launcher | None:
         """Make the launcher if the run has several processes, or if this node only serves stages."""
         rank = self.rank
         check_processes(rank)
         self._launcher = None
-        if rank.role is Role.HOST:
-            self._launcher = ServingLauncher(self._serve)
-        elif rank.size > 1 or rank.nodes > 1:
+        if rank.size > 1 or rank.nodes > 1:
             self._launcher = Launcher(
                 rank,
                 self._serve_children,
-                on_end=lambda local, code: program_group.note_end(rank.index - rank.local + local, code),
+                self.settings,
+                self._serve,
+                on_end=program_group.note_end,
                 closed=program_group.end,
-                end_timeout=lambda: self.settings().end_timeout,
                 resumed_from=self._resumed_from,
-                restarts=lambda: self.settings().restarts,
             )
-        if self._launcher is not None:
             announce(rank)
         return self._launcher
 

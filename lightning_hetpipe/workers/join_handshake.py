@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.errors import NOTICE_AFTER, SettingError, say
+from lightning_hetpipe.errors import SettingError, notice_if_long
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
@@ -79,9 +79,7 @@ class JoinHandshake:
         """Connections to the servers for heartbeats alone."""
         self._present: dict[int, Client] = {}
         """Presence of the launch, by server."""
-        self._servers_lease: float | None = None
         self._gone: Mapping[int, str] = {}
-        self._somebody_is_gone = threading.Event()
         self._joining: Client | None = None
         self._incarnation = 0
         """Incarnation of this process, in the sessions of the launch and of fits."""
@@ -154,7 +152,7 @@ class JoinHandshake:
                 if server not in self._present:
                     self._present[server] = self.join(_PRESENCE, servers=[server])[0]
         weights = [tensor.detach() for _, tensor in named]
-        until = time.monotonic() + LEASES_TO_END * self.settings.lease
+        until, again = time.monotonic() + LEASES_TO_END * self.settings.lease, threading.Event()
         while True:
             incarnation = self._incarnation if parameters else self._new_incarnation(session, self._channels[used[0]])
             client = self._client(session, incarnation, parameters, settings, used, [placed[server] for server in used])
@@ -172,22 +170,18 @@ class JoinHandshake:
             except BaseException:
                 client.__exit__(*sys.exc_info())
                 raise
-            self._somebody_is_gone.wait(_AGAIN)
+            again.wait(_AGAIN)
 
     def lose(self, gone: Mapping[int, str]) -> None:
         """Record, from any thread, how virtual workers have ended. From now on joining a session, which needs all,
         fails. A session that all have joined goes on without them after their lease."""
         self._gone = {**self._gone, **gone}
-        if self._is_incomplete:
-            self._somebody_is_gone.set()
-            if (joining := self._joining) is not None:
-                joining.cancel()
+        if self._is_incomplete and (joining := self._joining) is not None:
+            joining.cancel()
 
     def find(self, vws: Sequence[int]) -> None:
         """Record that ``vws`` are there again."""
         self._gone = {vw: how for vw, how in self._gone.items() if vw not in vws}
-        if not self._gone:
-            self._somebody_is_gone.clear()
 
     def come_to(self, session: str) -> Client:
         """Join the session of the launch, when all virtual workers do or later. Raise as :meth:`join` does. ``returns``
@@ -254,9 +248,7 @@ class JoinHandshake:
     def check_lease(self) -> None:
         """Raise SettingError if the coordinator's lease differs. Heartbeats follow our lease, and servers miss them by
         their own."""
-        if self._servers_lease is None:  # None again if it is unreachable, which the next call raises
-            self._servers_lease = self._statuses(self.coordinator).get("lease")
-        theirs = self._servers_lease
+        theirs = self._statuses(self.coordinator).get("lease")  # None if it is unreachable, which the next call raises
         if theirs is not None and theirs != self.settings.lease:
             raise SettingError(
                 f"lease={self.settings.lease:g}, but the server at {self.found.coordinator} has lease={theirs:g}; give"
@@ -277,18 +269,16 @@ class JoinHandshake:
         """Context manager. If joining takes long, print which virtual workers are missing. Without an answer, raise
         SettingError for a server that people started, and ServersUnheard for a server of the launch."""
 
-        def tell() -> None:
+        def waits() -> str:
             joining = self._joining
             missing = joining.waits_for if joining is not None else ""
             enough = f"{self.least} of {self.size}" if 0 < self.least < self.size else f"all {self.size}"
             what = f"for {missing}" if missing else f"until {enough} have come"
-            say(f"virtual worker {self.index} waits {what} (at the server {self.found.coordinator})")
+            return f"virtual worker {self.index} waits {what} (at the server {self.found.coordinator})"
 
-        timer = threading.Timer(NOTICE_AFTER, tell)
-        timer.daemon = True
-        timer.start()
         try:
-            yield
+            with notice_if_long(waits):
+                yield
         except ServersUnheard as silent:
             if self.settings.servers is not None:
                 raise SettingError(
@@ -299,8 +289,6 @@ class JoinHandshake:
                 f"{silent}; is the program running that starts the server at {self.found.coordinator}, and may this"
                 " machine reach it?"
             ) from None
-        finally:
-            timer.cancel()
 
     def _client(
         self,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_hetpipe.launch import node_hosts, servers
+from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.ends import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
@@ -104,4 +104,3 @@ def end() -> None:
     _ended.clear()
     _sessions.update(dict.fromkeys(_sessions, 0))
     servers.stop()
-    node_hosts.stop()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -95,7 +95,7 @@ def windows(place: Place) -> None:
 def after_a_failure(place: Place) -> None:
     place.patch.setattr(launcher, "_launch_of_job", lambda: SimpleNamespace(failed=True, processes=2))
     alone: Any = SimpleNamespace(rank=Rank(0, 2, 0, 0, 2, 1, Role.FIRST))
-    launcher.Launcher._launched(alone)
+    launcher.Launcher._launched(alone, 0)
 
 
 RANKS = [
@@ -196,7 +196,7 @@ def host_of_a_node(place: Place) -> None:
 
     place.patch.setattr(host_server, "HostServer", taken)
     place.patch.setattr(servers, "host_of_node", lambda *_: "127.0.0.1")
-    node_hosts._host(Rank(1, 1, 1, 0, 0, 2, Role.HOST, (1, 0)), "10.0.0.1:5001", TOKEN, nodes, ExitStack())
+    node_hosts._host(Rank(1, 1, 1, 0, 0, 2, Role.HOST, (1, 0)), "10.0.0.1:5001", TOKEN, nodes)
 
 
 def secured(*names: str) -> Security:

@@ -12,7 +12,9 @@ import pytest
 
 from lightning_hetpipe.launch import children
 from lightning_hetpipe.launch.children import Children
+from lightning_hetpipe.launch.command import Command
 from lightning_hetpipe.launch.ends import LostWorkers
+from lightning_hetpipe.launch.ranks import Rank, Role
 from tests.wsp.faults import until
 
 PROGRAM = """
@@ -40,10 +42,10 @@ def test_one_that_is_started_again_while_all_are_ended_ends_as_well(
         said.append(what)
         ends.append(threading.Thread(target=started.end, args=(signal.SIGTERM, SECONDS)))
         ends[0].start()
-        until(lambda: not started._restarts, "nobody ends them")
+        until(lambda: not started._may_restart, "nobody ends them")
 
     monkeypatch.setattr(children, "say", say)
-    started = Children([sys.executable, "-c", PROGRAM, str(tmp_path / "mark")], str(tmp_path), 2, restarts=1)
+    started = two(tmp_path)
     (watch,) = (each for each in threading.enumerate() if each.name == "hetpipe-launcher-1")
     started.give({})
     watch.join(SECONDS)
@@ -57,7 +59,7 @@ def test_one_that_cannot_be_started_again_is_lost(monkeypatch: pytest.MonkeyPatc
     """Its loss was told to nobody."""
     said: list[str] = []
     monkeypatch.setattr(children, "say", said.append)
-    started = Children([sys.executable, "-c", PROGRAM, str(tmp_path / "mark")], str(tmp_path), 2, restarts=1)
+    started = two(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", no_process)
     monkeypatch.setattr(children, "lost_workers", LostWorkers())
     over: dict[int, int] = {}
@@ -67,6 +69,11 @@ def test_one_that_cannot_be_started_again_is_lost(monkeypatch: pytest.MonkeyPatc
     watch.join(SECONDS)
     assert over == started.failures == {1: -signal.SIGKILL}
     assert "cannot be started again: no more processes" in said[0]
+
+
+def two(folder: Path) -> Children:
+    program = Command([sys.executable, "-c", PROGRAM, str(folder / "mark")], str(folder), None)
+    return Children(program, Rank(0, 2, 0, 0, 2, 1, Role.FIRST), restarts=1)
 
 
 def no_process(*_: object, **__: object) -> None:

@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 from torch import Tensor, nn
 
+from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.launch.launcher import Launcher
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.pipeline.user import runner_pool
@@ -249,5 +250,5 @@ def test_all_end_like_the_one_that_was_told_to(failure: str, ends: type[BaseExce
         raise PeerFailed(f"VW 1 failed: {failure}")
 
     with pytest.raises(ends) as ended:
-        Launcher(Rank(0, 2, 0, 0, 1, 2, Role.FIRST), dict).launch(fit)
+        Launcher(Rank(0, 2, 0, 0, 1, 2, Role.FIRST), dict, lambda: WSPCallback().settings, int).launch(fit)
     assert getattr(ended.value, "code", 143) == 143

@@ -330,7 +330,7 @@ def test_the_death_of_a_child_is_told_and_the_others_go_on(
         child.signal(signal.SIGKILL)
     else:
         child.order("exit", 3)
-    assert first.hear() == {"died": 1, "code": -signal.SIGKILL if fault == "kill" else 3}
+    assert first.hear() == {"died": 5, "code": -signal.SIGKILL if fault == "kill" else 3}
     for process in (other, first):
         assert process.ask("return") == {"did": "return"}
         process.order("return")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe.launch import supervision
+from lightning_hetpipe.launch.command import Command
 from lightning_hetpipe.launch.supervision import (
     VARIABLE,
     RunSupervisor,
@@ -34,6 +35,7 @@ times = len(open(f"{folder}/runs").readlines())
 """
 """Beginning of a program: each of its runs writes down its further arguments."""
 
+SUPERVISE = "from lightning_hetpipe.launch.supervision import Command, RunSupervisor"
 ROOT = Path(__file__).parents[2]
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -41,7 +43,7 @@ DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 def supervise(folder: Path, what: str, restarts: int = 1) -> tuple[int, list[str]]:
     """Run a program that does ``what``; gives its exit code, and the further arguments of each of its runs."""
     command = [sys.executable, "-c", PROGRAM + what, str(folder)]
-    code = RunSupervisor(command, str(ROOT), restarts, lambda path: ["from", path]).run()
+    code = RunSupervisor(Command(command, str(ROOT), None), restarts, lambda path: ["from", path]).run()
     return code, (folder / "runs").read_text().splitlines()
 
 
@@ -96,7 +98,7 @@ if times == 1:
 """
     program = PROGRAM.replace("import note_saved", "import note_lost, note_saved")
     command = [sys.executable, "-c", program + what, str(tmp_path)]
-    assert RunSupervisor(command, str(ROOT), 1, lambda path: ["from", path], vw=2).run() == 0
+    assert RunSupervisor(Command(command, str(ROOT), None), 1, lambda path: ["from", path], vw=2).run() == 0
     assert (tmp_path / "runs").read_text().splitlines() == ["", ""]
     (said,) = capfd.readouterr().err.splitlines()
     assert said.startswith("hetpipe: virtual worker 2 (process ")
@@ -131,14 +133,13 @@ def test_a_signal_between_two_processes_ends_the_second_one(tmp_path: Path) -> N
         os.kill(os.getpid(), signal.SIGTERM)
         return ["from", path]
 
-    assert RunSupervisor(command, str(ROOT), 1, going_on).run() == 128 + signal.SIGTERM
+    assert RunSupervisor(Command(command, str(ROOT), None), 1, going_on).run() == 128 + signal.SIGTERM
 
 
 def test_an_interrupt_of_the_supervisor_alone_ends_the_program(tmp_path: Path) -> None:
     """There is no terminal, which would interrupt both."""
     command = [sys.executable, "-c", PROGRAM + "print(flush=True); signal.alarm(60); signal.pause()", str(tmp_path)]
-    code = "import sys; from lightning_hetpipe.launch.supervision import RunSupervisor; "
-    code += f"sys.exit(RunSupervisor({command!r}, {str(ROOT)!r}, 1, list).run())"
+    code = f"import sys; {SUPERVISE}; sys.exit(RunSupervisor(Command({command!r}, {str(ROOT)!r}, None), 1, list).run())"
     supervisor = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
     )
@@ -160,8 +161,7 @@ def test_an_ignored_interrupt_is_ignored_by_the_program(tmp_path: Path) -> None:
 
 def test_a_program_ends_with_its_supervisor(tmp_path: Path) -> None:
     command: Sequence[str] = [sys.executable, "-c", PROGRAM + "print(os.getpid(), flush=True); signal.pause()"]
-    code = "from lightning_hetpipe.launch.supervision import RunSupervisor; "
-    code += f"RunSupervisor({[*command, str(tmp_path)]!r}, {str(ROOT)!r}, 1, list).run()"
+    code = f"{SUPERVISE}; RunSupervisor(Command({[*command, str(tmp_path)]!r}, {str(ROOT)!r}, None), 1, list).run()"
     supervisor = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert supervisor.stdout is not None
     supervisor.stdout.readline()

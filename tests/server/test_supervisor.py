@@ -10,16 +10,25 @@ from queue import SimpleQueue
 import pytest
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.process import server_process
 from lightning_hetpipe.server.process.server_process import STARTS, WINDOW, ServerProcess, Supervisor, pause
-from tests.server.transports import PATIENCE
+from tests.server.transports import PATIENCE, eventually
+
+Heard = SimpleQueue[str]
 
 
 @pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_hetpipe.server.process.server_process._LOOK", 0.01)
+def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
+    """What supervisors say. They look often, and restart at once."""
+    heard, known = Heard(), pause
 
+    def no_pause(ends: Sequence[float], now: float) -> float | None:
+        return None if known(ends, now) is None else 0.0
 
-Heard = SimpleQueue[tuple[str, str]]
+    monkeypatch.setattr(server_process, "_LOOK", 0.01)
+    monkeypatch.setattr(server_process, "pause", no_pause)
+    monkeypatch.setattr(server_process, "say", heard.put)
+    return heard
 
 
 class Mortal(ServerProcess):
@@ -50,57 +59,43 @@ class Mortal(ServerProcess):
         return self._died
 
 
-def supervised(server: Mortal) -> tuple[Supervisor, Heard]:
-    heard: Heard = SimpleQueue()
-
-    def no_pause(ends: Sequence[float], now: float) -> float | None:
-        return None if pause(ends, now) is None else 0.0
-
-    supervisor = Supervisor(
-        server, lambda what: heard.put(("said", what)), lambda error: heard.put(("lost", str(error))), no_pause
-    )
-    return supervisor, heard
-
-
-def test_it_is_started_again_and_that_is_said() -> None:
+def test_it_is_started_again_and_that_is_said(heard: Heard) -> None:
     server = Mortal([None, None, SettingError("address=127.0.0.1:1 cannot be had."), None])
-    supervisor, heard = supervised(server)
-    with supervisor:
+    with Supervisor(server) as supervisor:
         server.die(signal.SIGKILL)
-        kind, what = heard.get(timeout=PATIENCE)
-        assert kind == "said"
+        what = heard.get(timeout=PATIENCE)
         assert what.startswith("the parameter server died by SIGKILL and was started again; training goes on")
         server.die(signal.SIGSEGV)  # and then somebody has its port for a while
-        assert "died by SIGSEGV and was started again" in heard.get(timeout=PATIENCE)[1]
+        assert "died by SIGSEGV and was started again" in heard.get(timeout=PATIENCE)
     assert server.stopped
     assert heard.empty()
+    assert supervisor.failure is None
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_one_that_dies_again_and_again_is_given_up(dies: bool) -> None:
+def test_one_that_dies_again_and_again_is_given_up(dies: bool, heard: Heard) -> None:
     fails = RuntimeError("The server's process ended before it served.")
     server = Mortal([None] * (STARTS + 1) if dies else [None] + [fails] * STARTS)
-    supervisor, heard = supervised(server)
-    with supervisor:
+    with Supervisor(server) as supervisor:
         for _ in range(STARTS if dies else 0):
             server.die(signal.SIGKILL)
-            assert heard.get(timeout=PATIENCE)[0] == "said"
+            assert "was started again" in heard.get(timeout=PATIENCE)
         server.die(signal.SIGKILL)
-        kind, what = heard.get(timeout=PATIENCE)
-    assert kind == "lost"
+        eventually(lambda: supervisor.failure is not None, "the server is not given up")
     why = "died by SIGKILL" if dies else "could not be started again (The server's process ended before it served)"
-    assert what == f"the parameter server at 127.0.0.1:1 has failed {STARTS + 1} times: it {why}"
+    assert str(supervisor.failure) == f"the parameter server at 127.0.0.1:1 has failed {STARTS + 1} times: it {why}"
     assert server.starts == []
 
 
-def test_what_ends_because_it_was_told_to_is_not_started_again() -> None:
+def test_what_ends_because_it_was_told_to_is_not_started_again(heard: Heard) -> None:
     server = Mortal([None])
-    supervisor, heard = supervised(server)
+    supervisor = Supervisor(server)
     supervisor.start()
     supervisor.stop()
     server.die(signal.SIGTERM)
     supervisor.stop()
     assert heard.empty()
+    assert supervisor.failure is None
 
 
 def test_pauses_grow_and_ends_are_forgotten() -> None:

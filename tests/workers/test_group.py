@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetpipe import WSPCallback
+from lightning_hetpipe import WSPCallback, errors
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.process import client
@@ -298,7 +298,7 @@ def test_a_launch_waits_for_the_end_of_one_that_was_killed(exits: ExitStack, mon
 def test_nobody_at_the_coordinators_address(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(join_handshake, "NOTICE_AFTER", 0.05)
+    monkeypatch.setattr(errors, "NOTICE_AFTER", 0.05)
     monkeypatch.setattr(client, "TIME_TO_LEAVE", 0.1)
     found = FoundServers("127.0.0.1:1", (), Security())
     group = Group(1, 2, found, WSPCallback(lease=LEASE).settings, 0.3)

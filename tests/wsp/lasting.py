@@ -5,7 +5,6 @@ Run as ``python -m tests.wsp.lasting ENDING``; says on standard output when each
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -18,8 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.launch import parent_watch
-from lightning_hetpipe.launch.launcher import Launcher
-from lightning_hetpipe.strategy import virtual_workers
 from tests.support.trainers import quiet_trainer
 
 PATIENCE = 200.0
@@ -59,7 +56,6 @@ class Lasting(L.LightningModule):
 
 def be_patient() -> None:
     """Has nobody be killed who only gets little of a busy machine, and so leaves files: not even by torch."""
-    vars(virtual_workers)["Launcher"] = functools.partial(Launcher, grace=PATIENCE)
     parent_watch.GRACE = PATIENCE
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = PATIENCE
 

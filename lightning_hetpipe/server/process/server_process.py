@@ -10,13 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import import_module
 from typing import Any, Self, cast
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, say
 from lightning_hetpipe.server.process.signals import ASK, close_in_forks, forget
 from lightning_hetpipe.server.transport.security import Security
 
@@ -188,21 +188,13 @@ def pause(ends: Sequence[float], now: float) -> float | None:
 class Supervisor:
     """Thread that keeps ``server`` running while the context is entered.
 
-    ``server`` is not started yet, and keeps its address. ``say`` receives a sentence after each restart. ``lost`` is
-    called once if the server is given up.
+    ``server`` is not started yet, and keeps its address. Each restart is printed. ``failure`` says why the server was
+    given up, or is None.
     """
 
-    def __init__(
-        self,
-        server: ServerProcess,
-        say: Callable[[str], None],
-        lost: Callable[[ServerLost], None],
-        pause: Callable[[Sequence[float], float], float | None] = pause,
-    ) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         self.server = server
-        self._say = say
-        self._lost = lost
-        self._pause = pause
+        self.failure: ServerLost | None = None
         self._ends: list[float] = []
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
@@ -239,10 +231,12 @@ class Supervisor:
         while True:
             now = time.monotonic()
             self._ends.append(now)
-            rest = self._pause(self._ends, now)
+            rest = pause(self._ends, now)
             if rest is None:
                 times = f"{len(self._ends)} times" if len(self._ends) > 1 else "once"
-                self._lost(ServerLost(f"the parameter server at {self.server.address} has failed {times}: it {what}"))
+                self.failure = ServerLost(
+                    f"the parameter server at {self.server.address} has failed {times}: it {what}"
+                )
                 return False
             if self._ending.wait(rest):
                 return False
@@ -255,7 +249,7 @@ class Supervisor:
                 continue
             if self._ending.is_set():
                 return False
-            self._say(
+            say(
                 f"the parameter server {first} and was started again; training goes on from what the virtual workers"
                 " hold"
             )
@@ -279,19 +273,19 @@ def child(handler: str, arguments: dict[str, Any], address: str, security: dict[
     answers = os.dup(1)
     os.dup2(2, 1)  # output goes to the parent's standard error
 
-    def say(**answer: str) -> None:
-        os.write(answers, json.dumps(answer).encode() + b"\n")
+    def answer(**what: str) -> None:
+        os.write(answers, json.dumps(what).encode() + b"\n")
         os.close(answers)
 
     def ready(at: str) -> None:
         forget()  # from here on the parent is watched; the thread that started this process may end
-        say(address=at)
+        answer(address=at)
 
     try:
         serving = found(handler)(**arguments)
         serve(serving, address, Security(**security), ready, sys.stdin.fileno())
     except SettingError as error:
-        say(refused=str(error))
+        answer(refused=str(error))
     end(0)
 
 

@@ -14,9 +14,15 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a program that Ctrl-C has ended, as shells report it."""
+
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a program that SIGTERM has ended, as shells report it."""
 
 _SET = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
@@ -76,18 +82,29 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
+@contextlib.contextmanager
+def handled(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Context manager in which the signals have these ``handlers``. It is for the main thread."""
+    before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 class Signals:
     """SIGTERM and SIGINT as bytes in a pipe. A signal handler may take no lock, so it cannot set an event."""
 
     def __enter__(self) -> Signals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._before = {each: signal.signal(each, self._note) for each in (signal.SIGTERM, signal.SIGINT)}
+        self._handled = handled(dict.fromkeys((signal.SIGTERM, signal.SIGINT), self._note))
+        self._handled.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():  # from here on a second signal ends the process at once
-            signal.signal(each, handler)
+        self._handled.__exit__(None, None, None)  # from here on a second signal ends the process at once
         os.close(self._read)
         os.close(self._write)
 

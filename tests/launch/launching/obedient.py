@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from tests.launch.launching.bare import (
@@ -45,7 +46,6 @@ class Obedient:
         child = parent_watch.this_child()
         self.number = child.local if child else 0
         self.launcher: Launcher | None = None
-        self.grace = PATIENCE
         self.end_timeout: float | None = None
         self.before = 0
         self.role = Role.CHILD if self.number else Role.FIRST
@@ -70,11 +70,11 @@ class Obedient:
     def launch(self, processes: str) -> None:
         count = int(processes)
         rank = Rank(self.before + self.number, self.before + count, 0, self.number, count, 1, self.role)
-        ends: dict[str, Any] = {"on_end": self.on_end, "closed": self.closed, "grace": self.grace}
+        ends: dict[str, Any] = {"on_end": self.on_end, "closed": self.closed}
         try:
             check_processes(rank)
             assert count > 1
-            self.launcher = Launcher(rank, self.extra, **ends, end_timeout=lambda: self.end_timeout)
+            self.launcher = Launcher(rank, self.extra, self.settings, int, **ends)
             self.launcher.launch(self.work, "launched")
         except Leave:
             self.reply(left=True)
@@ -87,6 +87,9 @@ class Obedient:
         thread.start()
         thread.join()
         self.reply(did="launch_in_a_thread")
+
+    def settings(self) -> Any:
+        return SimpleNamespace(restarts=0, end_timeout=self.end_timeout)
 
     def extra(self) -> Mapping[str, str]:
         self.reply(extra=True)
@@ -136,12 +139,12 @@ class Obedient:
 
     def lose_patience(self) -> None:
         """In the next launch, with children that do not end when told to."""
-        self.grace = GRACE
+        parent_watch.GRACE = GRACE
         self.reply(did="lose_patience")
 
     def hurry(self) -> None:
         """At its end it waits for nobody any longer than this."""
-        self.end_timeout = self.grace = GRACE
+        self.end_timeout = parent_watch.GRACE = GRACE
         self.reply(did="hurry")
 
     def end_slowly(self) -> None:
