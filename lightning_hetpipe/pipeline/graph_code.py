@@ -131,8 +131,7 @@ def add_variants(layers: Sequence[Layer], data: Sequence[Any]) -> None:
 
 def _code(layer: Layer) -> Code:
     module = layer.module
-    # In this order, because another thread may be adding a variant, whose graph is there first.
-    if not isinstance(module, GraphLayer) or len(module.code.variants) > len(module.code.graphs):
+    if not isinstance(module, GraphLayer):
         raise NotPlain(f"layer '{layer.name}' is a {type(module).__name__}, which has no graph")
     return module.code
 
@@ -166,7 +165,7 @@ def _variants(code: Code, first: int) -> dict[str, Any]:
                 "regions": [_graph(region) for region in graph.regions],
                 "outputs": graph.outputs,
             }
-            for (_, own), graph in zip(code.variants[first:], code.graphs[first:], strict=False)
+            for graph, own, _ in code.variants[first:]
         ],
     }
 
@@ -176,7 +175,7 @@ def _add(code: Code, written: Mapping[str, Any]) -> None:
         graph = LayerGraph(
             _read_graph(each["graph"]), [_read_graph(region) for region in each["regions"]], each["outputs"]
         )
-        code.add_graph(graph, each["own"], written["changes"])
+        code.add(graph, each["own"], written["changes"])
 
 
 def _read_layer(written: Mapping[str, Any], tensors: list[Tensor], device: torch.device | None) -> Layer:
