@@ -18,7 +18,6 @@ from typing import Any, Self
 from lightning_hetpipe.errors import NOTICE_AFTER, SettingError, say
 from lightning_hetpipe.hosts.secured_socket import (
     INTRODUCING,
-    RELEASE,
     Connection,
     Door,
     Refused,
@@ -136,7 +135,7 @@ class HostRendezvous:
 
     def _serve(self, raw: socket.socket, peer: str) -> None:
         try:
-            connection = admit(raw, self._security, RELEASE, INTRODUCING)
+            connection = admit(raw, self._security, INTRODUCING)
             self._door.heard(raw)
             raw.settimeout(INTRODUCING)
             arrival = Arrival(**hear(connection))
@@ -252,7 +251,7 @@ def _connected(address: str, security: Security, seconds: float) -> tuple[socket
     began, waits, said = time.monotonic(), threading.Event(), False
     while True:
         try:
-            return connect(address, security, RELEASE, INTRODUCING)
+            return connect(address, security, INTRODUCING)
         except Refused as refused:
             raise SettingError(f"node 0 ({address}) does not let this process in: {refused}") from None
         except OSError as error:

@@ -173,7 +173,7 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
         )
         server = Supervisor(process, say, _lose)
         try:
-            server.start()
+            _undo.enter_context(server)
         except SettingError as error:
             if address == ANY:
                 raise
@@ -184,7 +184,6 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
                 f" ({error})"
             ) from None
         _server = server
-        _undo.callback(server.stop)
         atexit.unregister(stop)
         atexit.register(stop)
         ask = f"hetpipe-server status address={process.address}"
