@@ -70,11 +70,11 @@ def _served(raw: socket.socket, connection: Any, given: dict[str, Any]) -> bool:
 
 def _admitted(raw: socket.socket, given: dict[str, Any], reasons: int) -> Any:
     """Return the connection, if the caller is let in, or None."""
-    from lightning_hetpipe.hosts.secured_socket import INTRODUCING, RELEASE, Refused, admit
+    from lightning_hetpipe.hosts.secured_socket import INTRODUCING, Refused, admit
     from lightning_hetpipe.server.transport.security import Security
 
     try:
-        return admit(raw, Security(**given), RELEASE, INTRODUCING)
+        return admit(raw, Security(**given), INTRODUCING)
     except (Refused, OSError) as refused:
         with suppress(OSError):  # hetpipe-host ends
             os.write(reasons, str(refused).encode(errors="replace")[:LONGEST_REASON])

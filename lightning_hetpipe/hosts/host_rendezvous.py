@@ -18,7 +18,6 @@ from typing import Self
 from lightning_hetpipe.errors import SettingError, notice_if_long, say
 from lightning_hetpipe.hosts.secured_socket import (
     INTRODUCING,
-    RELEASE,
     Connection,
     Door,
     Refused,
@@ -129,7 +128,7 @@ class HostRendezvous:
 
     def _serve(self, raw: socket.socket, peer: str) -> None:
         try:
-            connection = admit(raw, self._security, RELEASE, INTRODUCING)
+            connection = admit(raw, self._security, INTRODUCING)
             self._door.heard(raw)
             raw.settimeout(INTRODUCING)
             arrival = Arrival(**hear(connection))
@@ -241,7 +240,7 @@ def _connected(address: str, security: Security, seconds: float) -> tuple[socket
     with notice_if_long(lambda: f"this node waits for node 0, which does not answer at {address} yet"):
         while True:
             try:
-                return connect(address, security, RELEASE, INTRODUCING)
+                return connect(address, security, INTRODUCING)
             except Refused as refused:
                 raise SettingError(f"node 0 ({address}) does not let this process in: {refused}") from None
             except OSError as error:

@@ -22,7 +22,6 @@ from torch import Tensor
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.secured_socket import (
-    RELEASE,
     Door,
     Refused,
     admit,
@@ -166,7 +165,7 @@ class PeerHosts:
         """Take what a peer hands over, until it ends."""
         assert self._door is not None
         with suppress(Refused, OSError):
-            connection = admit(raw, self._security, RELEASE, REACHING)
+            connection = admit(raw, self._security, REACHING)
             self._door.heard(raw)
             raw.settimeout(REACHING)
             shown = hear(connection)
@@ -202,7 +201,7 @@ class _Link:
 
     def __init__(self, address: str, security: Security, shown: dict[str, Any]) -> None:
         security.check(address)
-        raw, connection = connect(address, security, RELEASE, REACHING)
+        raw, connection = connect(address, security, REACHING)
         try:
             raw.settimeout(REACHING)
             tell(connection, shown)

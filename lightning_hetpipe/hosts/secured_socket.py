@@ -284,8 +284,8 @@ class Door:
         return True
 
 
-def connect(address: str, security: Security, release: str, seconds: float) -> tuple[socket.socket, Connection]:
-    """Connect to ``address``. Both sides show the credentials of ``security``, and their ``release``.
+def connect(address: str, security: Security, seconds: float) -> tuple[socket.socket, Connection]:
+    """Connect to ``address``. Both sides show the credentials of ``security``, and their `RELEASE`.
 
     Return the socket, then without a timeout, and the connection over it.
 
@@ -299,12 +299,12 @@ def connect(address: str, security: Security, release: str, seconds: float) -> t
     try:
         keep_alive(raw)
         connection: Connection = SecuredSocket(raw, security, split(address)[0]) if security.encrypted else raw
-        tell(connection, {"token": security.token, "release": release})
+        tell(connection, {"token": security.token, "release": RELEASE})
         answer = hear(connection)
         if reason := answer.get("refused"):
             raise Refused(str(reason))
-        if answer.get("release") != release:
-            raise Refused(f"it is of release {answer.get('release')}, and this process of {release}")
+        if answer.get("release") != RELEASE:
+            raise Refused(f"it is of release {answer.get('release')}, and this process of {RELEASE}")
     except BaseException:
         raw.close()
         raise
@@ -312,7 +312,7 @@ def connect(address: str, security: Security, release: str, seconds: float) -> t
     return raw, connection
 
 
-def admit(raw: socket.socket, security: Security, release: str, seconds: float) -> Connection:
+def admit(raw: socket.socket, security: Security, seconds: float) -> Connection:
     """Let in a caller of :func:`connect`, and return the connection over ``raw``.
 
     Raises:
@@ -327,10 +327,10 @@ def admit(raw: socket.socket, security: Security, release: str, seconds: float) 
         reason = None
         if not security.admits(shown.get("token") if isinstance(shown.get("token"), str) else None):
             reason = "HETPIPE_TOKEN is another one there; set the same one for both"
-        elif shown.get("release") != release:
+        elif shown.get("release") != RELEASE:
             said = printable(str(shown.get("release")))
-            reason = f"it is of release {release}, and the caller of {said}; install the same on both"
-        tell(connection, {"release": release} if reason is None else {"refused": reason})
+            reason = f"it is of release {RELEASE}, and the caller of {said}; install the same on both"
+        tell(connection, {"release": RELEASE} if reason is None else {"refused": reason})
     if reason is not None:
         raise Refused(reason)
     raw.settimeout(None)
@@ -380,11 +380,11 @@ def hear(connection: Connection) -> dict[str, Any]:
     Raises:
         Refused: if the other side has closed the connection, or sends something else.
     """
-    (length,) = _HEAD.unpack(_read(connection, _HEAD.size))
+    (length,) = _HEAD.unpack(_heard(connection, _HEAD.size))
     if length > _LONGEST:
         raise Refused(_ANOTHER_PROTOCOL)
     try:
-        found = json.loads(_read(connection, length))
+        found = json.loads(_heard(connection, length))
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
@@ -392,18 +392,21 @@ def hear(connection: Connection) -> dict[str, Any]:
     return found
 
 
-def _read(connection: Connection, length: int) -> bytearray:
+def _heard(connection: Connection, length: int) -> bytearray:
     found = bytearray(length)
-    memory = memoryview(found)
+    with suppress(ConnectionError):
+        if fill(connection, memoryview(found)):
+            return found
+    raise Refused("it has closed the connection")
+
+
+def fill(connection: Connection, memory: memoryview) -> bool:
+    """Receive as many bytes as ``memory`` has. Return False if the other side ends the connection before."""
     while len(memory):
-        try:
-            count = connection.recv_into(memory)
-        except ConnectionError:
-            count = 0
-        if not count:
-            raise Refused("it has closed the connection")
+        if not (count := connection.recv_into(memory)):
+            return False
         memory = memory[count:]
-    return found
+    return True
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.secured_socket import RELEASE, Connection, Refused, connect
+from lightning_hetpipe.hosts.secured_socket import Connection, Refused, connect, fill
 from lightning_hetpipe.pipeline import stage_messages
 from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
 from lightning_hetpipe.server.transport.security import Security
@@ -110,14 +110,10 @@ class Wire:
         return found
 
     def _fill(self, memory: memoryview) -> None:
-        while len(memory):
-            try:
-                count = self._connection.recv_into(memory)
-            except OSError:  # it has ended, or its machine cannot be reached any more
-                count = 0
-            if not count:
-                raise EOFError("the other process has ended")
-            memory = memory[count:]
+        with suppress(OSError):  # it has ended, or its machine cannot be reached any more
+            if fill(self._connection, memory):
+                return
+        raise EOFError("the other process has ended")
 
 
 __all__ = ["CODE", "NotPlain", "Wire"]
@@ -138,7 +134,7 @@ class HostConnection:
         setting = f"stage_hosts: the host at {address}"
         security.check(address)
         try:
-            _, connection = connect(address, security, RELEASE, ANSWERING)
+            _, connection = connect(address, security, ANSWERING)
         except Refused as refused:
             raise SettingError(f"{setting} does not let this process in: {refused}") from None
         except TimeoutError:

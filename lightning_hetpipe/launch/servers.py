@@ -153,6 +153,10 @@ def resumed_from() -> Path | None:
 def until_end(close: Callable[[], object]) -> None:
     """Let :func:`stop` call ``close``. This process calls :func:`stop` when it exits at the latest."""
     _undo.callback(close)
+    _stop_at_exit()
+
+
+def _stop_at_exit() -> None:
     atexit.unregister(stop)
     atexit.register(stop)
 
@@ -173,7 +177,7 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
         )
         server = Supervisor(process)
         try:
-            server.start()
+            _undo.enter_context(server)
         except SettingError as error:
             if address == ANY:
                 raise
@@ -184,7 +188,7 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
                 f" ({error})"
             ) from None
         _server = server
-        until_end(server.stop)
+        _stop_at_exit()
         ask = f"hetpipe-server status address={process.address}"
         known = os.environ.get(TOKEN) == process.security.token
         rank_zero_info(

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -42,20 +42,11 @@ _AGAIN = 0.1
 """Seconds between requests for the coordinator's status."""
 
 
-class NamelessFile:
-    """Empty file without a name, for code that needs a path. It vanishes with this process, however that ends."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="hetpipe-")  # noqa: SIM115
-
-    @property
-    def path(self) -> Path:
-        """Path by which this process opens it."""
-        return Path("/dev/fd", str(self._file.fileno()))
-
-    def close(self) -> None:
-        """Delete it."""
-        self._file.close()
+def nameless_file() -> tuple[IO[bytes], Path]:
+    """Make an empty file without a name, which vanishes when it is closed or this process ends, however that happens.
+    Return the file, and the path by which this process opens it."""
+    file = tempfile.TemporaryFile(prefix="hetpipe-")  # noqa: SIM115
+    return file, Path("/dev/fd", str(file.fileno()))
 
 
 class CameTooLate(VirtualWorkerLost):
@@ -118,7 +109,8 @@ class Returning:
         content = self._recalled(RECORD)
         self.record = FitRecord(**torch.load(io.BytesIO(content), weights_only=True))
         self._next = 0
-        self._file: NamelessFile | None = None
+        self._file, self.checkpoint = nameless_file()
+        """Checkpoint to resume from, complete after :meth:`await_state`."""
         self._has_state = False
 
     def answer(self, what: str) -> list[Any]:
@@ -154,12 +146,6 @@ class Returning:
                     " settings of the others"
                 )
 
-    @property
-    def checkpoint(self) -> Path:
-        """Checkpoint to resume from, complete after :meth:`await_state`."""
-        self._file = self._file or NamelessFile()
-        return self._file.path
-
     def await_state(self) -> None:
         """Wait until the other virtual workers have ended an epoch, and get the checkpoint. Raise CameTooLate after
         training."""
@@ -178,8 +164,7 @@ class Returning:
 
     def close(self) -> None:
         """Delete the checkpoint."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 class Seats:

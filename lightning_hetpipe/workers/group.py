@@ -102,6 +102,11 @@ class Group:
         return self._found.coordinator
 
     @property
+    def _clients(self) -> list[Client]:
+        """Clients in the open sessions, of which gathers go through the first."""
+        return [client for client in (self._fit, self._launch) if client is not None]
+
+    @property
     def is_open(self) -> bool:
         return self._launch is not None
 
@@ -273,16 +278,15 @@ class Group:
         if what is None:
             return
         self.lose({vw: f"was {why}"})
-        for client in (self._fit, self._launch) if vw == 0 else ():
-            if client is not None:
-                client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
+        for client in self._clients if vw == 0 else ():
+            client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
 
     def _begin_to_know(self) -> None:
         """Record the departures of all virtual workers that were ever lost. Only virtual workers that took part until
         now are news."""
         self._knows = True
-        for client in (self._fit, self._launch):
-            for each in [] if client is None else client.departures:
+        for client in self._clients:
+            for each in client.departures:
                 self._lose(each, client is self._fit, is_told=each.vw in self.seats.taken)
 
     def newly_lost(self) -> dict[int, int]:
@@ -310,9 +314,8 @@ class Group:
 
     def check(self) -> None:
         """Raise the known failure of another virtual worker, if any."""
-        for client in (self._fit, self._launch):
-            if client is not None:
-                client.check()
+        for client in self._clients:
+            client.check()
 
     # Gathers.
 
@@ -362,10 +365,8 @@ class Group:
         return {due: file for due, file in files.items() if file is not None}
 
     def _gathered(self, content: bytes | memoryview, take: Callable[[int, bytes], object]) -> list[int]:
-        client = self._fit or self._launch
-        assert client is not None
         with self.waiting():
-            return gather_in_chunks(content, client.gather, take)
+            return gather_in_chunks(content, self._clients[0].gather, take)
 
     # The end.
 
@@ -412,16 +413,15 @@ class Group:
         if failure and self._handshake.returns:  # the others have long gone on without it
             failure, why = "", why or "unable to come back"
         self._failed = bool(failure)
-        fit, launch, self._fit, self._launch = self._fit, self._launch, None, None
-        for client in (fit, launch):
-            if client is not None and why:
-                client.leave(why)
-            if client is None or not failure:
-                continue
-            if alone and self.index:
+        clients, fit, launch = self._clients, self._fit, self._launch
+        self._fit = self._launch = None
+        for client in clients:
+            if why:
+                client.leave(why=why)
+            if failure and alone and self.index:
                 client.close()
-            else:
-                client.fail(failure)
+            elif failure:
+                client.leave(failure)
         if fit is not None:
             self._end_fit(fit, launch)
         self._exits.close()

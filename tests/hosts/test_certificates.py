@@ -40,14 +40,14 @@ def meets(ours: Security, theirs: Security, host: str = "127.0.0.1") -> str | No
             raw, _ = listener.accept()
             with raw:
                 try:
-                    admit(raw, theirs, "release", 20.0)
+                    admit(raw, theirs, 20.0)
                 except (Refused, OSError) as why:
                     its.append(str(why))
 
         thread = threading.Thread(target=answer)
         thread.start()
         try:
-            connect(f"{host}:{listener.getsockname()[1]}", ours, "release", 20.0)[0].close()
+            connect(f"{host}:{listener.getsockname()[1]}", ours, 20.0)[0].close()
         except (Refused, OSError) as why:
             its.append(str(why))
         thread.join()

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
-from lightning_hetpipe.hosts.secured_socket import RELEASE, admit, check_names, listen
+from lightning_hetpipe.hosts.secured_socket import admit, check_names, listen
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import certificates, eventually
 
@@ -180,7 +180,7 @@ def test_whoever_shows_itself_byte_by_byte_is_not_waited_for() -> None:
     thread.start()
     with ours, its:
         with pytest.raises(TimeoutError, match=r"it has not shown who it is within 0\.5 s"):
-            admit(ours, Security(), RELEASE, 0.5)
+            admit(ours, Security(), 0.5)
         stops.set()
         thread.join()
 

@@ -152,7 +152,7 @@ def test_who_begins_to_speak_and_goes_on_no_further() -> None:
         slow.close()
         eventually(lambda: not hosts.children(), "a process is left")
         eventually(lambda: Use.of(hosts.process.pid).descriptors < asking.descriptors, "descriptors stay")
-        raw, _ = connect(hosts.address, Security(token="one"), RELEASE, PATIENCE)
+        raw, _ = connect(hosts.address, Security(token="one"), PATIENCE)
         raw.close()
 
 
@@ -171,7 +171,7 @@ def test_wrong_and_expired_certificates(
                 knock(hosts.address, shown, 2)
             for shown in (security_in(expired), security_in(theirs, ours / "ca.pem")):
                 with pytest.raises((Refused, ssl.SSLError, OSError)):
-                    connect(hosts.address, shown, RELEASE, PATIENCE)
+                    connect(hosts.address, shown, PATIENCE)
             shout(hosts.address, told(token="one", release=RELEASE))
 
         check_nothing_grows(hosts, annoy, monkeypatch, **known)
@@ -200,7 +200,7 @@ def test_who_sends_byte_after_byte_is_not_heard_for_ever() -> None:
     dripping.start()
     with theirs, raw:
         with pytest.raises(TimeoutError, match=r"it has not shown who it is within 0\.5 s"):
-            admit(raw, Security(token="one"), RELEASE, 0.5)
+            admit(raw, Security(token="one"), 0.5)
         over.set()
         dripping.join(PATIENCE)
 

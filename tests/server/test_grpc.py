@@ -29,7 +29,7 @@ from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import MANY, ONE, SERVICE, GrpcServer
 from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, CallRefused, Unreachable
-from lightning_hetpipe.server.transport.shared_memory import LEAST, Place, memory, place_of
+from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Place, Views, memory, place_of
 from tests.server.transports import PATIENCE, Desk, Shelf, eventually
 
 ECHO = Opening("echo", 10, 10)
@@ -393,6 +393,10 @@ def test_what_both_sides_see_takes_one_message(streams: list[str]) -> None:
     assert shelf.runs == 6
 
 
+def blind(views: Views, place: Place) -> memoryview:
+    raise NoBlock("it is not there")
+
+
 @pytest.mark.parametrize("why", ["the memory moved", "the client is blind", "it grew"])
 def test_a_reply_that_does_not_fit_into_one_message_is_asked_for_again(
     streams: list[str], why: str, monkeypatch: pytest.MonkeyPatch
@@ -404,7 +408,7 @@ def test_a_reply_that_does_not_fit_into_one_message_is_asked_for_again(
         if why == "the memory moved":
             shelf.weights = memoryview(bytearray(LEAST))
         elif why == "the client is blind":
-            monkeypatch.setattr(channel, "_look", lambda place: None)
+            monkeypatch.setattr(Views, "look", blind)
         else:
             shelf.weights = memory(2 * LEAST)
             with pytest.raises(CallRefused, match="the caller room for"):

@@ -29,7 +29,8 @@ SIZE = 40 << 20
 # child's.
 PARENT = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+from lightning_hetpipe.server.process.signals import guarded
+child = subprocess.Popen(guarded([sys.executable, "-c", sys.argv[1]]), start_new_session=True)
 print(child.pid, flush=True)
 child.wait()
 """

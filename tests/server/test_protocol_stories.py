@@ -106,8 +106,8 @@ def ask(world: World, message: Request, body: bytes = b"") -> Answer | RemoteFau
 
 def waits_for(world: World, vw: int) -> str:
     action = world.vws[vw].member.next()
-    assert action is not None
-    answer = ask(world, action.message)  # type: ignore[union-attr]
+    assert isinstance(action, Request)
+    answer = ask(world, action)
     assert isinstance(answer, NotYet), answer
     return answer.waits_for
 
@@ -513,7 +513,7 @@ def test_what_only_the_dead_held_is_reported() -> None:
         world.step(0)
         world.pass_time(LEASE / 3)
     until(world, 0, MemberState.IDLE)
-    assert world.vws[0].member.lost == [Lost(1, 0, 0, 1)]
+    assert world.vws[0].lost == [Lost(1, 0, 0, 1)]
 
 
 def test_servers_are_rebuilt_from_the_newest_pull() -> None:
@@ -543,7 +543,7 @@ def test_what_a_restarted_coordinator_cannot_know_is_reported_as_unknown() -> No
         world.step(0)
         world.pass_time(LEASE / 3)
     until(world, 0, MemberState.IDLE)
-    assert world.vws[0].member.lost == [Lost(1, 0, 1, -1)]
+    assert world.vws[0].lost == [Lost(1, 0, 1, -1)]
 
 
 def test_a_report_that_comes_late_does_not_begin_a_generation() -> None:

@@ -78,7 +78,7 @@ def test_who_shows_no_token_or_a_wrong_one_or_is_of_another_release(
     assert caplog.messages == [
         "hetpipe server: turned away 127.0.0.1: it shows no token; HETPIPE_TOKEN must be the same everywhere",
         "hetpipe server: turned away 127.0.0.1: it shows a wrong token; HETPIPE_TOKEN must be the same everywhere",
-        "hetpipe server: turned away 127.0.0.1: this is not an opening of version 6, but of version 1 of these"
+        "hetpipe server: turned away 127.0.0.1: this is not an opening of version 7, but of version 1 of these"
         f" messages; client and server must be of one release of lightning-hetpipe, and this process is of {RELEASE}",
         f"hetpipe server: turned away 127.0.0.1: it is of lightning-hetpipe 9.9~, and the server of {RELEASE}",
     ]

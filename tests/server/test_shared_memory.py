@@ -142,7 +142,7 @@ def test_blocks_of_clients_that_are_gone_are_let_go_of_at_anybodys_next_call() -
     desk = Desk()
     with GrpcServer(desk) as server, closing(GrpcChannel(server.address)) as other:
         with closing(GrpcChannel(server.address)) as channel:
-            channel.call("keep", b"", [shared(SIZE)], [memoryview(bytearray(SIZE))])
+            channel.call("lend", b"", [shared(SIZE)])
         desk.kept.clear()
 
         def gone() -> bool:

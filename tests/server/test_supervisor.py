@@ -90,10 +90,10 @@ def test_one_that_dies_again_and_again_is_given_up(dies: bool, heard: Heard) -> 
 def test_what_ends_because_it_was_told_to_is_not_started_again(heard: Heard) -> None:
     server = Mortal([None])
     supervisor = Supervisor(server)
-    supervisor.start()
-    supervisor.stop()
+    with supervisor:
+        pass
     server.die(signal.SIGTERM)
-    supervisor.stop()
+    assert server.stopped
     assert heard.empty()
     assert supervisor.failure is None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hetpipe.server.transport import grpc_server
 from lightning_hetpipe.server.transport.frames import CHUNK
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Received, Unreachable
@@ -114,7 +115,7 @@ def test_only_part_of_a_block_and_parts_of_several_go_there_and_back(channel: Ch
 def test_what_is_offered_is_kept_where_it_is(kind: str, channel: Channel, desk: Desk) -> None:
     """And only memory that both sides see is offered."""
     body = pattern(SOME)
-    channel.call("keep", b"", [body], [memory(SOME)], PATIENCE)
+    channel.call("lend", b"", [body], (), PATIENCE)
     assert len(desk.kept) == (kind == "block")
     for kept in desk.kept:
         body[3] ^= 1
@@ -234,8 +235,9 @@ def test_nobody_there(kind: str, desk: Desk) -> None:
         channel.call("echo", b"")
 
 
-def test_calls_beyond_the_bound_are_turned_away(kind: str, desk: Desk) -> None:
-    with serve(kind, desk, calls=2) as server, closing(connect(kind, server.address)) as channel:
+def test_calls_beyond_the_bound_are_turned_away(kind: str, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "CALLS", 2)
+    with serve(kind, desk) as server, closing(connect(kind, server.address)) as channel:
         with ThreadPoolExecutor(2) as threads:
             calls = [threads.submit(channel.call, "hold", b"ab") for _ in range(2)]
             for _ in calls:

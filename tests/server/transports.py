@@ -50,7 +50,8 @@ class Phased:
 class Desk(Phased):
     """A handler that records what it is called for, and waits where a test wants it to.
 
-    Methods: ``echo``; ``keep``, which leaves the body where the client has it, if it may; ``refuse`` in open,
+    Methods: ``echo``; ``keep``, which leaves the body where the client has it, if it may; ``lend``, which does
+    so and sends nothing back; ``refuse`` in open,
     ``decline`` in run; ``fail`` in run; ``hold`` in run, ``hold open`` in open, until the test sets ``go``.
     """
 
@@ -77,7 +78,7 @@ class Desk(Phased):
         if method == "hold open":
             self._hold()
         self._note("open", method, size)
-        if method == "keep" and offered is not None:
+        if method in ("keep", "lend") and offered is not None:
             self.kept.append(offered)
             return offered
         return memory(size)
@@ -90,7 +91,7 @@ class Desk(Phased):
             raise ValueError("a bug")
         if method == "hold":
             self._hold()
-        return Reply(header[::-1], [body[:7], body[7:7], body[7:]])
+        return Reply(header[::-1], [] if method == "lend" else [body[:7], body[7:7], body[7:]])
 
     def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
         self._note("abandoned", method, body.nbytes)
@@ -119,9 +120,9 @@ class Shelf(Phased):
         return Reply(b"there", [self.weights])
 
 
-def serve(kind: str, handler: Handler, address: str | None = None, calls: int = 64) -> GrpcServer:
+def serve(kind: str, handler: Handler, address: str | None = None) -> GrpcServer:
     """A server of this kind, to be entered; ``address`` as an earlier one's."""
-    return GrpcServer(handler, address or "127.0.0.1:0", security(kind), calls)
+    return GrpcServer(handler, address or "127.0.0.1:0", security(kind))
 
 
 def connect(kind: str, address: str) -> Channel:

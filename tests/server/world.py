@@ -16,13 +16,18 @@ from torch import Tensor
 from lightning_hetpipe.server.process.held_weights import decisive
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, Commit, Refusal, RemoteFault, UpdateId
-from lightning_hetpipe.server.protocol.member import Ask, AskShards, Body, Goal, Member, MemberState
+from lightning_hetpipe.server.protocol.member import Goal, Member, MemberState
 from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Departed,
     Done,
+    Gather,
     Gathered,
     Granted,
+    Join,
+    Joined,
+    Load,
+    Lost,
     Parameter,
     Pushed,
     Read,
@@ -69,6 +74,8 @@ class VW:
     heartbeats: bool = True
     part: bytes = b""
     kept: bytes = b""
+    lost: list[Lost] = field(default_factory=list)
+    """Updates that were lost with servers, as it was told."""
 
 
 @dataclass
@@ -167,24 +174,26 @@ class World:
         if action is None:
             return
         messages: dict[int, Request | ShardRequest] = (
-            {COORDINATOR: action.message} if isinstance(action, Ask) else dict(action.messages)
+            {COORDINATOR: action} if isinstance(action, Request) else dict(action)
         )
         for server, message in messages.items():
             if one.member.state is not state:
                 break
-            answer, body = self._ask(server, message, self._body(one, action, server), fault)
+            answer, body = self._ask(server, message, self._body(one, message, server), fault)
             if answer is None:
                 continue
             if isinstance(answer, Granted):
                 self._check_grant(vw, answer)
             before, cut = one.member.newest, one.member.cut
-            if isinstance(action, AskShards):
-                if action.body is Body.INCOMING and not isinstance(answer, RemoteFault):
+            if not isinstance(action, Request):
+                if isinstance(message, Read) and not isinstance(answer, RemoteFault):
                     one.weights[1 - before][server] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
                 one.member.heard_from(server, answer)
             else:
                 if isinstance(answer, Gathered):
                     one.kept = body
+                if isinstance(answer, Joined):
+                    one.lost += answer.lost
                 one.member.heard(answer)
             if one.member.newest != before:
                 self._check_pull(vw)
@@ -193,16 +202,16 @@ class World:
                     count = self.cuts.setdefault(one.member.cut, one.member.commit_index.count)
                     assert one.member.commit_index.count == count, "VWs take different weights at a cut"
 
-    def _body(self, one: VW, action: Ask | AskShards, server: int) -> bytes | memoryview:
-        match action.body:
-            case Body.UPDATE:
+    def _body(self, one: VW, message: Request | ShardRequest, server: int) -> bytes | memoryview:
+        match message:
+            case StageUpdate():
                 update = memory_of(one.update[server])
                 return update if one.member.vw % 2 == 0 else bytes(update)  # every other VW is on the servers' host
-            case Body.WEIGHTS:
+            case Load():
                 return bytes(memory_of(one.weights[one.member.newest][server]))
-            case Body.PART:
+            case Gather():
                 return one.part
-            case Body.GATHERED:
+            case Join() if message.report.gathered is not None:
                 return one.kept
         return b""
 
@@ -326,7 +335,7 @@ class World:
 
     def _check_grant(self, vw: int, granted: Granted) -> None:
         one = self.vws[vw].member
-        assert granted.clock - granted.slowest <= self.distance
+        assert one.clock - granted.slowest <= self.distance
         live = [(self.vws[each.vw].member, each) for each in granted.commit_index.members if each.vw in self.vws]
         if one.goal is Goal.WAVE:  # and by what the VWs themselves know, who may have pushed and not heard so
             for other, each in live:
@@ -371,7 +380,7 @@ class World:
             expected = self.expected(list(self.updates))
             for end in ends.values():
                 assert all(torch.equal(a, b) for a, b in zip(end, expected, strict=True)), "an update is missing"
-            assert not any(one.member.lost for one in self.vws.values())
+            assert not any(one.lost for one in self.vws.values())
         for commit_index in [one.member.commit_index for one in self.vws.values()]:
             assert commit_index is not None
             unknown = [each for each in self.pushed if not (commit_index.includes(each) or self._told(each))]
@@ -379,7 +388,7 @@ class World:
 
     def _told(self, update: UpdateId) -> bool:
         """VWs were told that ``update`` was lost with servers, or that its VW has departed before this wave."""
-        lost = [each for one in self.vws.values() for each in one.member.lost]
+        lost = [each for one in self.vws.values() for each in one.lost]
         ends = [(each.vw, each.incarnation, each.first, each.last) for each in lost]
         ends += [(each.vw, each.incarnation, each.clock, -1) for each in self.departed]
         return any(

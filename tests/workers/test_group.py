@@ -183,13 +183,14 @@ def test_who_has_a_server_stays_until_the_others_have_left(
     going = threading.Event()
     second._exits.callback(going.wait, SECONDS)  # what it does first where it leaves
     assert second._launch is not None
-    fail = second._launch.fail
+    leave = second._launch.leave
 
-    def failing(reason: str) -> None:  # and where it leaves with a failure: of the two, who is first to say so is open
-        going.wait(SECONDS)
-        fail(reason)
+    def leaving(failure: str = "", why: str = "") -> None:  # of two that fail, who is first to say so is open
+        if failure:
+            going.wait(SECONDS)
+        leave(failure, why)
 
-    monkeypatch.setattr(second._launch, "fail", failing)
+    monkeypatch.setattr(second._launch, "leave", leaving)
     closed = [pair.threads.submit(group.close, failure) for group in (first, second)]
     assert asked.wait(SECONDS), "the first one has left, and looks whether the other one has"
     assert not closed[0].done()

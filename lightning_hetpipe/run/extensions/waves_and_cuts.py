@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
-from lightning_hetpipe.workers.coming_back import NamelessFile
+from lightning_hetpipe.workers.coming_back import nameless_file
 from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 
@@ -260,14 +260,15 @@ class WavesAndCuts(Extension):
 
     def _readmit(self, coming: Mapping[int, int]) -> None:
         trainer, group = self.trainer, self.synchroniser.group
-        with self._pausing(), closing(NamelessFile()) as file:
+        file, path = nameless_file()
+        with self._pausing(), file:
             group.seats.agreed[LOADERS] = loaders_made(trainer)
             metrics = trainer.callback_metrics.items()
             group.seats.agreed[METRICS] = [(name, torch.as_tensor(value).cpu()) for name, value in metrics]
-            self.synchroniser.save_for_returning(file.path)
+            self.synchroniser.save_for_returning(path)
             with self.driver.synchronising():
                 # Live weights stay unchanged: changes by hooks are shared when the epoch begins.
-                back = group.readmit(coming, file.path, self._number(0))
+                back = group.readmit(coming, path, self._number(0))
         for vw in back:
             how = "come back" if vw in self._known else "joined"
             rank_zero_info(f"virtual worker {vw} has {how}, and takes part from epoch {trainer.current_epoch} on")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self, TypeVar
 
@@ -20,7 +20,7 @@ from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_M
 from lightning_hetpipe.server.process.waits import LONGEST_WAIT, Cancelled, KeptContent, ServersSilent, Wait
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.member import Ask, AskShards, Body, Goal, Member, MemberState
+from lightning_hetpipe.server.protocol.member import Goal, Member, MemberState
 from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Received, Room, Unreachable
 
 TIME_TO_LEAVE = 10.0
@@ -119,7 +119,7 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Leave, if the VW has not left yet. With an exception, the other VWs are informed and end."""
         if not self._left:
-            self._leave("" if kind is None else f"{kind.__name__}: {error}"[:2000])
+            self.leave("" if kind is None else f"{kind.__name__}: {error}"[:2000])
         self.close()
 
     def close(self) -> None:
@@ -209,14 +209,6 @@ class Client:
             found[each.vw] = bytes(self._gathered[start : start + each.size])
             start += each.size
         return found
-
-    def leave(self, why: str = "") -> None:
-        """End the membership. If the other VWs go on without this VW, they receive ``why``."""
-        self._leave("", why)
-
-    def fail(self, reason: str) -> None:
-        """End the membership because of a failure, with which the other VWs end."""
-        self._leave(reason)
 
     def cancel(self) -> None:
         """End the running wait and all later waits with ``Cancelled``."""
@@ -311,7 +303,7 @@ class Client:
             self.check_goes_on()
             state, why = self.member.state, ""
             missing: tuple[int, ...] = ()
-            if isinstance(action, Ask):
+            if isinstance(action, messages.Request):
                 answer = self._ask(action)
                 answers = {} if answer is None else {COORDINATOR: answer}
             else:
@@ -319,7 +311,7 @@ class Client:
             for server, answer in answers.items():
                 if self.member.state is not state:
                     break  # another server's answer has changed the state
-                if isinstance(action, AskShards):
+                if not isinstance(action, messages.Request):
                     self.member.heard_from(server, answer)
                 else:
                     if isinstance(answer, messages.NotYet):
@@ -341,20 +333,20 @@ class Client:
             if not why:
                 self.pause()
 
-    def _ask(self, action: Ask) -> messages.Answer | RemoteFault | None:
-        if action.body is not Body.PART:
-            return self.ask(action.message, [memoryview(self._gathered)] if action.body is Body.GATHERED else ())
+    def _ask(self, message: messages.Request) -> messages.Answer | RemoteFault | None:
+        if not isinstance(message, messages.Gather):
+            reported = isinstance(message, messages.Join) and message.report.gathered is not None
+            return self.ask(message, [memoryview(self._gathered)] if reported else ())
         received = Received()
-        answer = self.ask(action.message, [memoryview(self._part)], received)
+        answer = self.ask(message, [memoryview(self._part)], received)
         if isinstance(answer, messages.Gathered):
             self._gathered = received.content
         return answer
 
-    def _ask_shards(self, action: AskShards) -> dict[int, messages.Answer | RemoteFault]:
-        newest = self.member.newest
-        calls = [call for each in action.messages.items() for call in self._held.calls(action.body, *each, newest)]
-        if action.body is Body.UPDATE:
-            self.bytes_pushed += sum(call.body.numel() for call in calls if call.body is not None)
+    def _ask_shards(self, asked: Mapping[int, messages.ShardRequest]) -> dict[int, messages.Answer | RemoteFault]:
+        calls = [call for each in asked.items() for call in self._held.calls(*each, self.member.newest)]
+        staged = [call.body for call in calls if isinstance(call.message, messages.StageUpdate)]
+        self.bytes_pushed += sum(body.numel() for body in staged if body is not None)
         self.bytes_pulled += sum(call.into.numel() for call in calls if call.into is not None)
         # This thread makes a single call: on busy cores, each thread that has to wake up delays all VWs.
         answers = (self._pool.map if len(calls) > 1 else map)(self.ask_shard, calls)
@@ -366,7 +358,8 @@ class Client:
 
     # The end of the membership, and the heartbeat.
 
-    def _leave(self, failure: str, why: str = "") -> None:
+    def leave(self, failure: str = "", why: str = "") -> None:
+        """End the membership. With a ``failure``, the other VWs end. If they go on, they receive ``why``."""
         self._left = True
         self._stopped.set()
         with self._busy:

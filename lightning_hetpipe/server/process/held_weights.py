@@ -14,8 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.member import Body
-from lightning_hetpipe.server.protocol.messages import Answer, Parameter, Read, ShardRequest, StageUpdate
+from lightning_hetpipe.server.protocol.messages import Answer, Load, Parameter, Read, ShardRequest, StageUpdate
 from lightning_hetpipe.server.protocol.shard import ShardLayout, block_of, copy_finite, memory_of
 from lightning_hetpipe.server.transport.interface import Channel
 
@@ -137,10 +136,10 @@ class HeldWeights:
         names = (part.take(update) for part in itertools.chain(*self._parts))
         return next((name for name in names if name is not None), None)
 
-    def calls(self, body: Body, server: int, message: ShardRequest, newest: int) -> list[ShardCall]:
+    def calls(self, server: int, message: ShardRequest, newest: int) -> list[ShardCall]:
         """Return the calls for ``message`` to ``server``, given the blocks ``newest`` of the last pull."""
         parts = self._parts[server]
-        if body is Body.WEIGHTS:
+        if isinstance(message, Load):
             return [ShardCall(server, message, body=self._whole(server, newest))]
         if isinstance(message, StageUpdate):
             return [ShardCall(server, replace(message, part=own.part), own.holder, body=own.update) for own in parts]
@@ -174,9 +173,7 @@ class HeldWeights:
         if len(parts) == 1 and parts[0].holder is HERE:
             return parts[0].weights[newest]
         layout = ShardLayout(tuple(self._parameters[index] for index in indices), update=False)
-        block, values = block_of(layout.size), dict[int, Tensor]()
-        for part in parts:
-            values.update(zip(part.indices, part.weight_views[newest], strict=True))
+        block, values = block_of(layout.size), self.weights(newest)
         for index, view in zip(indices, layout.views(block), strict=True):
             view.copy_(values[index])
         return block

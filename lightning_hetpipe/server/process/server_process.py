@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, Self, cast
 
 from lightning_hetpipe.errors import SettingError, say
-from lightning_hetpipe.server.process.signals import ASK, close_in_forks, forget
+from lightning_hetpipe.server.process.signals import close_in_forks, forget, guarded
 from lightning_hetpipe.server.transport.security import Security
 
 _START = 120.0  # seconds in which a child must serve: on a busy machine torch alone takes many to import
@@ -25,9 +25,8 @@ _STOP = 10.0  # seconds in which a child must end by itself
 _LOOK = 0.2  # seconds between checks of the child
 
 # As with multiprocessing, the search path comes from the parent: the child finds the same modules.
-CHILD = f"""
-{ASK}
-import json
+CHILD = """
+import json, sys
 told = json.loads(sys.stdin.readline() or sys.exit())
 sys.path[:] = told.pop("path")
 from lightning_hetpipe.server.process.server_process import child
@@ -99,7 +98,7 @@ class ServerProcess:
             return
         self.stop()  # remains of a dead child
         child = self._child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, "hetpipe-server"],
+            guarded([sys.executable, "-c", CHILD, "hetpipe-server"]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -197,27 +196,19 @@ class Supervisor:
         self.failure: ServerLost | None = None
         self._ends: list[float] = []
         self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, name="hetpipe-supervisor", daemon=True)
 
     def __enter__(self) -> Self:
-        self.start()
+        """Start the server and return when it serves. Raises as `ServerProcess.start` does."""
+        self.server.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Start the server and return when it serves. Raises as `ServerProcess.start` does."""
-        self.server.start()
-        self._thread = threading.Thread(target=self._watch, name="hetpipe-supervisor", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the server, even during a restart. May be called again."""
+        """End the server, even during a restart."""
         self._ending.set()
         self.server.stop()  # this also ends a running start
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         self.server.stop()
 
     def _watch(self) -> None:

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
@@ -147,9 +147,8 @@ class Service:
 
 def _read(method: str, header: bytes) -> messages.Request | messages.ShardRequest:
     message = messages.decode(header)
-    kinds = {COORDINATOR_METHOD: get_args(messages.Request), SHARD_METHOD: get_args(messages.ShardRequest)}.get(
-        method, ()
-    )
-    if not isinstance(message, messages.Request | messages.ShardRequest) or type(message) not in kinds:
-        raise RemoteFault(Refusal.MALFORMED, f"'{method[:40]}' takes no {type(message).__name__}")
-    return message
+    if method == COORDINATOR_METHOD and isinstance(message, messages.Request):
+        return message
+    if method == SHARD_METHOD and isinstance(message, messages.ShardRequest):
+        return message
+    raise RemoteFault(Refusal.MALFORMED, f"'{method[:40]}' takes no {type(message).__name__}")

@@ -26,16 +26,11 @@ TERMINATED = 128 + signal.SIGTERM
 
 _SET = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
-ASK = f"""
+_PROGRAM = f"""
 import contextlib, ctypes, os, signal, sys
-if sys.platform == "linux":
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl({_SET}, signal.SIGTERM, 0, 0, 0)
-"""
-"""First statements of a child that asks for SIGTERM. The parent may already have ended: check ``os.getppid()`` next."""
-
-_PROGRAM = f"""{ASK}
-if os.getppid() == int(sys.argv[1]):
+with contextlib.suppress(OSError, AttributeError):
+    ctypes.CDLL(None).prctl({_SET}, signal.SIGTERM, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):  # it may already have ended
     os.execv(sys.argv[2], sys.argv[2:])
 """
 

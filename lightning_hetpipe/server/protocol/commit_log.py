@@ -27,6 +27,7 @@ from lightning_hetpipe.server.protocol.identifiers import (
     UpdateId,
     with_commits,
 )
+from lightning_hetpipe.server.protocol.messages import Lost
 
 
 @dataclass(frozen=True)
@@ -48,34 +49,44 @@ class Membership:
     behind: bool
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """Beginning of a generation.
+
+    Attributes:
+        holder: The VW that loads the weights at ``base``.
+        members: State of each member, by VW.
+        cut, cut_clock: The last cut that any VW has passed, and the clock there.
+        cut_at: The clock at which VW 0 wants to cut, or -1.
+        missing: Former members at the base that are not members now, each with the number of its waves in the base.
+    """
+
+    base: CommitIndex
+    holder: int
+    members: Mapping[int, Membership]
+    cut: int
+    cut_clock: int
+    cut_at: int
+    lost: tuple[Lost, ...]
+    missing: tuple[UpdateId, ...]
+
+
 class CommitLog:
-    """Commits of a generation that begins with ``base`` and ``members``.
+    """Commits of a generation that begins as ``recovery`` says.
 
     Args:
-        members: State of each member, by VW.
         distance: D.
         mean: Whether to divide an update by the number of members at its wave's beginning. A member that dies, or waits
             at a cut, adds zero to the sum. So the time of its end does not change the other members' shares.
-        cut, cut_clock: The last cut that any VW has passed, and the clock there.
-        cut_at: The clock at which VW 0 wants to cut, or -1.
         note: Receives every decision.
     """
 
     def __init__(
-        self,
-        base: CommitIndex,
-        members: Mapping[int, Membership],
-        distance: int,
-        *,
-        mean: bool = False,
-        cut: int = 0,
-        cut_clock: int = 0,
-        cut_at: int = -1,
-        note: decisions.Note = decisions.ignore,
+        self, recovery: Recovery, distance: int, *, mean: bool = False, note: decisions.Note = decisions.ignore
     ) -> None:
-        self.base = base
-        self.cut = cut
-        self.cut_at = cut_at
+        self.base, members = recovery.base, recovery.members
+        self.cut = recovery.cut
+        self.cut_at = recovery.cut_at
         self.clock = {vw: each.clock for vw, each in members.items()}
         self.waits: dict[int, int] = {}
         """The cut at which a VW waits, by VW."""
@@ -88,7 +99,7 @@ class CommitLog:
         """The last read lease for which a wait was noted, and its reason, by VW."""
         self._distance = distance
         self._mean = mean
-        self._cut_clock = cut_clock
+        self._cut_clock = recovery.cut_clock
         self._incarnation = {vw: each.incarnation for vw, each in members.items()}
         self._passed = {vw: each.cut for vw, each in members.items()}
         self._owing = {vw for vw, each in members.items() if each.owes}
@@ -98,7 +109,7 @@ class CommitLog:
         self._repushed: list[UpdateId] = []
         self._queue: list[UpdateId] = []
         """Pushed updates that are not committed yet, in order of arrival."""
-        self._included = base.included
+        self._included = self.base.included
         self._read_leases: dict[int, int] = {}
         self._ended: dict[int, int] = {}
         self._sizes: dict[int, int] = {}

@@ -18,12 +18,12 @@ from enum import Enum
 from typing import Any
 
 from lightning_hetpipe.server.protocol import messages
-from lightning_hetpipe.server.protocol.commit_log import CommitLog
+from lightning_hetpipe.server.protocol.commit_log import CommitLog, Recovery
 from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
 from lightning_hetpipe.server.protocol.gathers import Bytes, Gathers, KeptBytes
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Answer, Request
-from lightning_hetpipe.server.protocol.recovery import Recovery, decide, newest_pull
+from lightning_hetpipe.server.protocol.recovery import decide, newest_pull
 from lightning_hetpipe.server.protocol.roster import DeadlockDetector, Leases, Roster
 
 MAX_FAILURE = 4000
@@ -293,9 +293,7 @@ class Coordinator:
         if not self._joins:
             return []
         waited = self._lost_at is not None and now - self._lost_at > self._leases.seconds
-        term = self.log.base.term if self.log is not None else 0
-        if self._recovery is not None:
-            term = max(term, self._recovery.base.term)
+        term = 0 if self._recovery is None else self._recovery.base.term
         found = decide(self._joins, self._leases.seen, self.gone, self.log, term, waited)
         if isinstance(found, list):
             return found
@@ -347,16 +345,8 @@ class Coordinator:
             raise RemoteFault(Refusal.MALFORMED, f"VW {message.vw} was not asked to load weights")
         members = tuple((vw, each.incarnation, each.clock) for vw, each in sorted(recovery.members.items()))
         self._note(GenerationBegan(recovery.base.term, recovery.base.count, members))
-        self.log = CommitLog(
-            recovery.base,
-            recovery.members,
-            signature.clock_distance,
-            mean=signature.aggregate == "mean",
-            cut=recovery.cut,
-            cut_clock=recovery.cut_clock,
-            cut_at=recovery.cut_at,
-            note=self._note,
-        )
+        mean = signature.aggregate == "mean"
+        self.log = CommitLog(recovery, signature.clock_distance, mean=mean, note=self._note)
         self._joins.clear()
         self._lost_at = None
         self.phase = Phase.RUNNING
@@ -399,8 +389,9 @@ class Coordinator:
         elif isinstance(message, messages.Pull):
             if (why := log.pull(vw, message.read_lease)) is not None:
                 return messages.NotYet(why), ()
-            at, clock = (message.read_lease, log.head, log.start, tuple(log.tail)), log.clock[vw]
-            return messages.Granted(*at, clock, clock if log.slowest is None else log.slowest, log.cut_at), ()
+            slowest = log.clock[vw] if log.slowest is None else log.slowest
+            at = (message.read_lease, log.head, log.start, tuple(log.tail))
+            return messages.Granted(*at, slowest, log.cut_at), ()
         elif isinstance(message, messages.Arrive):
             return self._arrive(log, message), ()
         elif isinstance(message, messages.Gather):
@@ -414,7 +405,7 @@ class Coordinator:
         clock = log.arrive(message.vw, message.cut)
         self._admit()
         if clock is not None:
-            return messages.Closed(message.cut, clock)
+            return messages.Closed(clock)
         late = [vw for vw in sorted(log.clock) if vw not in log.waits]
         return messages.NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}")
 

@@ -25,7 +25,6 @@ an answer are sent again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from lightning_hetpipe.server.protocol import messages
@@ -66,46 +65,6 @@ class Goal(Enum):
     GATHER = "gather"
 
 
-class Body(Enum):
-    """Body of a request or of its answer."""
-
-    NONE = "none"
-    UPDATE = "update"
-    WEIGHTS = "weights"
-    """Sent: the weights of the last pull."""
-    INCOMING = "incoming"
-    """Received: weights."""
-    PART = "part"
-    """Sent: a part of a gather. Received: its result."""
-    GATHERED = "gathered"
-    """Sent: the result of the last gather."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request to the coordinator."""
-
-    message: messages.Request
-    body: Body = Body.NONE
-
-
-@dataclass(frozen=True)
-class AskShards:
-    """Requests to several servers, by their index."""
-
-    messages: Mapping[int, messages.ShardRequest]
-    body: Body = Body.NONE
-
-
-_SHARD_BODIES = {
-    MemberState.HELLO: Body.NONE,
-    MemberState.LOAD: Body.WEIGHTS,
-    MemberState.STAGE: Body.UPDATE,
-    MemberState.READ: Body.INCOMING,
-}
-"""States in which requests go to shards, and their bodies."""
-
-
 class Member:
     """Protocol state of VW ``vw``, without its weights. ``incarnation`` is larger than that of any earlier process of
     this VW. ``placement`` has the parameters on each server."""
@@ -135,8 +94,6 @@ class Member:
         """Commit index of the last pull."""
         self.newest = 0
         """Index, 0 or 1, of the block of weights with the last pull. The other block takes the next pull."""
-        self.lost: list[messages.Lost] = []
-        """Updates that were lost with servers."""
         self._signature = signature
         self._placement = placement
         self._pending: int | None = None
@@ -147,12 +104,12 @@ class Member:
         self._name = (0, 0)
         self.gathered: messages.Gathered | None = None
         """The last complete gather."""
-        self._term = 0
         self._attempt = 0
         self.read_lease = 0
         self._joining: messages.Join
         self._load: messages.LoadNow
-        self._base: CommitIndex
+        self._base: CommitIndex | None = None
+        """Base of the generation."""
         self._granted: messages.Granted
         self._unanswered: set[int] = set()
         self._holdings: dict[int, messages.Holding] = {}
@@ -215,45 +172,41 @@ class Member:
 
     # Requests.
 
-    def next(self) -> Ask | AskShards | None:
-        """Return the next request, or None if there is none."""
+    def next(self) -> messages.Request | Mapping[int, messages.ShardRequest] | None:
+        """Return the next request to the coordinator, or requests to servers, by their index. None if there is none."""
         me = (self.vw, self.incarnation)
         here = (*me, self.generation)
-        if self.state in _SHARD_BODIES:
-            requests = {server: self._shard_request(server) for server in sorted(self._unanswered)}
-            return AskShards(requests, _SHARD_BODIES[self.state])
+        shards = sorted(self._unanswered)
         match self.state:
+            case MemberState.HELLO:
+                return dict.fromkeys(shards, messages.Hello(*me))
             case MemberState.JOIN:
-                return Ask(self._joining, Body.GATHERED if self._joining.report.gathered else Body.NONE)
+                return self._joining
             case MemberState.CONFIRM:
-                return Ask(self.heartbeat())
+                return self.heartbeat()
+            case MemberState.LOAD:
+                load, every = self._load, self._placement
+                common = (*me, load.generation)
+                return {at: messages.Load(*common, load.contents[at], load.base.included, every[at]) for at in shards}
             case MemberState.LOADED:
-                return Ask(messages.Loaded(*me, self._load.generation))
+                return messages.Loaded(*me, self._load.generation)
+            case MemberState.STAGE:
+                assert self._pending is not None
+                return dict.fromkeys(shards, messages.StageUpdate(*here, self._pending))
             case MemberState.PUSH:
                 assert self._pending is not None
-                return Ask(messages.Pushed(*here, self._pending, self._wants_cut))
+                return messages.Pushed(*here, self._pending, self._wants_cut)
             case MemberState.ARRIVE:
-                return Ask(messages.Arrive(*here, *self._arrival))
+                return messages.Arrive(*here, *self._arrival)
             case MemberState.PULL:
-                return Ask(messages.Pull(*here, self.read_lease))
+                return messages.Pull(*here, self.read_lease)
+            case MemberState.READ:
+                return dict.fromkeys(shards, messages.Read(*here, self._granted.start, self._granted.tail))
             case MemberState.PULLED:
-                return Ask(messages.Pulled(*here, self.read_lease))
+                return messages.Pulled(*here, self.read_lease)
             case MemberState.GATHER:
-                return Ask(messages.Gather(*here, *self._name), Body.PART)
+                return messages.Gather(*here, *self._name)
         return None
-
-    def _shard_request(self, server: int) -> messages.ShardRequest:
-        me = (self.vw, self.incarnation)
-        if self.state is MemberState.HELLO:
-            return messages.Hello(*me)
-        if self.state is MemberState.LOAD:
-            load = self._load
-            over, included = load.contents[server], load.base.included
-            return messages.Load(*me, load.generation, over, included, self._placement[server])
-        if self.state is MemberState.STAGE:
-            assert self._pending is not None
-            return messages.StageUpdate(*me, self.generation, self._pending)
-        return messages.Read(*me, self.generation, self._granted.start, self._granted.tail)
 
     # Answers.
 
@@ -349,7 +302,7 @@ class Member:
     def _to_join(self) -> None:
         self._attempt += 1
         report = messages.Report(
-            term=self._term,
+            term=0 if self._base is None else self._base.term,
             commit_index=self.commit_index,
             clock=self.clock if self._pending is None else self._pending,
             pending=self._pending is not None,
@@ -365,9 +318,7 @@ class Member:
 
     def _joined(self, answer: messages.Joined) -> None:
         self.generation = answer.generation
-        self._term = answer.base.term
         self.clock = answer.clock
-        self.lost += answer.lost
         if self.goal is Goal.START:
             self.cut, self._cut_clock = answer.cut, answer.clock
             self.came_late = UpdateId(self.vw, self.incarnation, -1) not in answer.base.members

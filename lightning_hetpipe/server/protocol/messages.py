@@ -289,15 +289,13 @@ class LoadNow:
 
 @dataclass(frozen=True)
 class Granted:
-    """Read lease: the shards may be read at ``commit_index``, which is ``tail`` after ``start``. ``clock`` is c_local,
-    and ``slowest`` c_global, or c_local if all VWs wait at a cut. ``cut_at`` is the clock at which all VWs have to cut,
-    or -1."""
+    """Read lease: the shards may be read at ``commit_index``, which is ``tail`` after ``start``. ``slowest`` is
+    c_global, or c_local if all VWs wait at a cut. ``cut_at`` is the clock at which all VWs have to cut, or -1."""
 
     read_lease: int
     commit_index: identifiers.CommitIndex
     start: int
     tail: tuple[identifiers.Commit, ...]
-    clock: int
     slowest: int
     cut_at: int
 
@@ -306,7 +304,6 @@ class Granted:
 class Closed:
     """Answer that all VWs have arrived at the cut. ``clock`` is now the clock of all."""
 
-    cut: int
     clock: int
 
 

@@ -12,26 +12,10 @@ generation that the other VWs have left behind, and is left out.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
-from lightning_hetpipe.server.protocol.commit_log import CommitLog, Membership
+from lightning_hetpipe.server.protocol.commit_log import CommitLog, Membership, Recovery
 from lightning_hetpipe.server.protocol.identifiers import CommitIndex, Refusal, RemoteFault, UpdateId
 from lightning_hetpipe.server.protocol.messages import Join, Lost
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """Beginning of a generation. ``holder`` loads the weights at ``base``."""
-
-    base: CommitIndex
-    holder: int
-    members: Mapping[int, Membership]
-    cut: int
-    cut_clock: int
-    cut_at: int
-    lost: tuple[Lost, ...]
-    missing: tuple[UpdateId, ...]
-    """Former members at the base that are not members now, each with the number of its waves in the base."""
 
 
 def check(join: Join) -> None:

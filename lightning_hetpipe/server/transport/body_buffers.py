@@ -27,42 +27,36 @@ def copy(target: memoryview, source: memoryview | bytes) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def portions(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Divide buffers from `flat` into portions of ``size`` bytes. A portion is a list of parts of buffers."""
-    portion: list[memoryview] = []
+def portions(buffers: Sequence[memoryview], size: int) -> Iterator[bytes]:
+    """Divide buffers from `flat` into portions of ``size`` bytes, which may go over several buffers."""
+    parts: list[memoryview] = []
     left = size
     for buffer in buffers:
         start = 0
         while start < len(buffer):
             part = buffer[start : start + left]
-            portion.append(part)
+            parts.append(part)
             start += len(part)
             left -= len(part)
             if not left:
-                yield portion
-                portion, left = [], size
-    if portion:
-        yield portion
+                yield b"".join(parts)
+                parts, left = [], size
+    if parts:
+        yield b"".join(parts)
 
 
-class Filling:
-    """Buffers from `flat` that :meth:`write` fills in order by pieces of any size."""
-
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._buffers = iter(buffers)
-        self._current = memoryview(b"")
-        self.left = total(buffers)
-        """Bytes that are still to come."""
-
-    def write(self, data: memoryview | bytes) -> None:
-        """Copy ``data`` behind the earlier pieces. If it does not fit, write nothing and raise ValueError."""
-        rest = memoryview(data)
-        if len(rest) > self.left:
-            raise ValueError(f"{len(rest)} bytes came where {self.left} were still expected")
-        self.left -= len(rest)
-        while rest:
-            if not self._current:
-                self._current = next(self._buffers)
-            count = min(len(rest), len(self._current))
-            copy(self._current[:count], rest[:count])
-            self._current, rest = self._current[count:], rest[count:]
+def fill(buffers: Sequence[memoryview], pieces: Iterator[bytes | memoryview]) -> int:
+    """Fill buffers from `flat` in order by pieces of any size. Return the number of bytes that are missing, if the
+    pieces end before, or the next piece is empty or does not fit."""
+    rest, current, left = iter(buffers), memoryview(b""), total(buffers)
+    while left:
+        data = memoryview(next(pieces, b""))
+        if not 0 < len(data) <= left:
+            break
+        left -= len(data)
+        while data:
+            current = current or next(rest)
+            count = min(len(data), len(current))
+            copy(current[:count], data[:count])
+            current, data = current[count:], data[count:]
+    return left

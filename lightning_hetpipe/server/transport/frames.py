@@ -27,7 +27,7 @@ OVERHEAD = 4096
 
 ANY_SIZE = -1
 
-_MAGIC = b"HPT\x06"  # the last byte is the version of all that is sent, the protocol's messages included
+_MAGIC = b"HPT\x07"  # the last byte is the version of all that is sent, the protocol's messages included
 _PREFIX = struct.Struct(">4sI")
 
 

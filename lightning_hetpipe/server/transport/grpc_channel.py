@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lightning_hetpipe.server.transport.body_buffers import Filling, flat, portions, total
+from lightning_hetpipe.server.transport.body_buffers import fill, flat, portions, total
 from lightning_hetpipe.server.transport.codec import Malformed
 from lightning_hetpipe.server.transport.frames import ANY_SIZE, CHUNK, Answer, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
@@ -16,7 +16,7 @@ from lightning_hetpipe.server.transport.grpc_server import BEARER, LIMITS, LONGE
 from lightning_hetpipe.server.transport.interface import RELEASE, TIMEOUT, CallRefused, Room, Unreachable
 from lightning_hetpipe.server.transport.rejections import printable
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
-from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Place, Views, place_of
+from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Views, place_of
 
 _OPTIONS = (
     *LIMITS,
@@ -109,16 +109,11 @@ class GrpcChannel:
         self, opening: Opening, header: bytes, body: list[memoryview], into: Room, deadline: float
     ) -> tuple[Answer, bytes]:
         """Return the answer with its header, after writing the reply's body ``into``."""
-        place = place_of(body) if self._shares else None
-        if place is not None:
-            placed = replace(opening, place=place)
-            call = self._stream(placed, header, [], into, deadline) if into else self._ask(placed, header, deadline)
-            if call[0].outcome is not Outcome.PLACE_UNREADABLE:
-                return call
-            self._give_up(call[1].decode(errors="replace"))
-        elif not (opening.size or callable(into)) and (not into or (self._shares and opening.room >= LEAST)):
-            answer, said = self._ask(replace(opening, accepts_place=opening.room > 0), header, deadline)
-            if answer.outcome is not Outcome.REPLY_WITHOUT_PLACE and self._filled(answer, into):
+        place = place_of(body) if self._shares and not into else None
+        accepts = self._shares and not opening.size and opening.room >= LEAST
+        if (place is not None or not opening.size) and (accepts or not into):
+            answer, said = self._ask(replace(opening, place=place, accepts_place=accepts), header, deadline)
+            if self._took(answer, said, into):
                 return answer, said
         return self._stream(opening, header, body, into, deadline)
 
@@ -131,18 +126,24 @@ class GrpcChannel:
             raise Unreachable(f"the channel to {self.address} was closed") from None
         return Answer.unpack(answer)
 
-    def _filled(self, answer: Answer, into: Sequence[memoryview]) -> bool:
-        """Copy the reply's body from its place. Return False if this process cannot read the place."""
-        if answer.outcome is not Outcome.REPLY or not into:
+    def _took(self, answer: Answer, said: bytes, into: Room) -> bool:
+        """Copy the reply's body from its place. Return False if a place is unreadable, so that bodies need chunks."""
+        if answer.outcome is Outcome.PLACE_UNREADABLE:
+            self._give_up(said.decode(errors="replace"))
+        if answer.outcome in (Outcome.PLACE_UNREADABLE, Outcome.REPLY_WITHOUT_PLACE):
+            return False
+        if answer.outcome is Outcome.REFUSED or callable(into) or not into:
             return True
         if answer.size != total(into) or answer.place is None:
             raise Malformed(f"a reply of {answer.size} bytes instead of {total(into)} in one message")
-        lies = self._look(answer.place)
-        if lies is None:
+        try:
+            lies = self._views.look(answer.place)
+        except NoBlock as no:
+            self._give_up(str(no))
             return False
         if lies.nbytes != answer.size:
             raise Malformed(f"a reply of {answer.size} bytes lies where {lies.nbytes} are")
-        Filling(into).write(lies)
+        fill(into, iter([lies]))
         return True
 
     def _stream(
@@ -158,13 +159,6 @@ class GrpcChannel:
             return received(replies, into)
         finally:
             replies.cancel()
-
-    def _look(self, place: Place) -> memoryview | None:
-        try:
-            return self._views.look(place)
-        except NoBlock as no:
-            self._give_up(str(no))
-            return None
 
     def _give_up(self, why: str) -> None:
         """Stop using shared memory, and log it once: as a warning for a loopback address, else at debug level."""
@@ -194,8 +188,7 @@ class GrpcChannel:
 def requests(opening: bytes, body: Sequence[memoryview]) -> Iterator[bytes]:
     """Yield the messages of a call. A thread of gRPC iterates."""
     yield opening
-    for portion in portions(body, CHUNK):
-        yield b"".join(portion)
+    yield from portions(body, CHUNK)
 
 
 def received(replies: Iterator[bytes], into: Room) -> tuple[Answer, bytes]:
@@ -203,14 +196,11 @@ def received(replies: Iterator[bytes], into: Room) -> tuple[Answer, bytes]:
     is well. Raise Malformed if there is no answer, or its body has another size."""
     answer, header = Answer.unpack(next(replies, b""))
     if answer.outcome is Outcome.REPLY:
-        filling = Filling(flat(into(answer.size)) if callable(into) else into)
-        if answer.size != filling.left or answer.place is not None:
-            raise Malformed(f"a reply of {answer.size} bytes instead of {filling.left}")
-        while filling.left:
-            chunk = next(replies, b"")
-            if not chunk or len(chunk) > filling.left:
-                raise Malformed("the reply's body is cut off, or longer than it says")
-            filling.write(chunk)
+        room = flat(into(answer.size)) if callable(into) else into
+        if answer.size != total(room) or answer.place is not None:
+            raise Malformed(f"a reply of {answer.size} bytes instead of {total(room)}")
+        if fill(room, replies):
+            raise Malformed("the reply's body is cut off, or longer than it says")
     for _ in replies:
         raise Malformed("more came than the reply's body")
     return answer, header

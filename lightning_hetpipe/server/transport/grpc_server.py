@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.transport.body_buffers import Filling, copy, flat, portions, total
+from lightning_hetpipe.server.transport.body_buffers import copy, fill, flat, portions, total
 from lightning_hetpipe.server.transport.call_threads import CallThreads
 from lightning_hetpipe.server.transport.codec import Malformed
 from lightning_hetpipe.server.transport.frames import ANY_SIZE, CHUNK, OVERHEAD, Answer, Opening, Outcome
@@ -37,8 +36,8 @@ SHOWN = "hetpipe-release"
 """Name of the metadata with the caller's release."""
 
 CALLS = 256
-"""Number of calls that a server serves at once, each in its own thread. Further calls are turned away. In addition, a
-server has its own threads and about ten of gRPC's core. Threads of calls end when calls do."""
+"""Number of calls that a server serves at once, each in its own thread, even if it waits. Further calls are turned
+away. In addition, a server has its own threads and about ten of gRPC's core. Threads of calls end when calls do."""
 
 AT_ONCE = 64
 """Number of calls of one connection that run at once. Further calls wait at the caller. A virtual worker makes a few.
@@ -71,11 +70,9 @@ _LOG = logging.getLogger(__name__)
 class GrpcServer:
     """Server of ``handler`` at ``host:port`` while its context is entered. Port 0 takes any free port."""
 
-    def __init__(
-        self, handler: Handler, address: str = "127.0.0.1:0", security: Security | None = None, calls: int = CALLS
-    ) -> None:
-        """Check the arguments. Entering the context takes the port. ``calls`` limits the calls at once, including calls
-        that wait in the handler. The default ``security`` allows only loopback addresses.
+    def __init__(self, handler: Handler, address: str = "127.0.0.1:0", security: Security | None = None) -> None:
+        """Check the arguments. Entering the context takes the port. The default ``security`` allows only loopback
+        addresses.
 
         Raises:
             SettingError: if the address is malformed, or open without certificates.
@@ -84,7 +81,6 @@ class GrpcServer:
         self._security.check(address)
         self._host, self._port = address.rpartition(":")[0], split(address)[1]
         self._handler = handler
-        self._calls = calls
         self._rejections = Rejections()
         self._views = Views()
         self._threads: CallThreads | None = None
@@ -109,12 +105,12 @@ class GrpcServer:
             ("grpc.max_concurrent_streams", AT_ONCE),
             ("grpc.server_handshake_timeout_ms", round(1000 * HANDSHAKE)),  # the default is two minutes
         )
-        self._threads = CallThreads(self._calls, "hetpipe-server")
+        self._threads = CallThreads(CALLS, "hetpipe-server")
         server = grpc.server(
             self._threads,
             interceptors=(_Doorkeeper(self._security, self._rejections),),
             options=options,
-            maximum_concurrent_rpcs=self._calls,
+            maximum_concurrent_rpcs=CALLS,
         )
         handlers = {
             ONE: grpc.unary_unary_rpc_method_handler(self._one),
@@ -203,36 +199,21 @@ class GrpcServer:
             if memory.nbytes != size:
                 raise ValueError(f"the handler opened {memory.nbytes} bytes for {size}")
             if offered is None:
-                _receive(messages or iter(()), flat([memory]), size)
+                if left := fill(flat([memory]), messages or iter(())):
+                    raise Malformed(f"a body of {size} bytes ended, or went on, {left} bytes before its end")
             elif memory is not offered:
                 copy(memory, offered)
             if not context.is_active():
                 raise SenderGone
 
-        with _guard(method):
+        try:
             reply = self._handler.serve(IncomingCall(method, header, size, receive, offered))
+        except (CallRefused, Malformed, SenderGone):
+            raise
+        except Exception as error:
+            _LOG.error("hetpipe server: %s failed", method, exc_info=error)
+            raise CallRefused(f"the server failed at {method}: {type(error).__name__}: {error}") from error
         yield from _reply(reply, opening, messages)
-
-
-@contextmanager
-def _guard(method: str) -> Iterator[None]:
-    """Context manager that logs an unexpected error of the handler, and refuses the call."""
-    try:
-        yield
-    except (CallRefused, Malformed, SenderGone):
-        raise
-    except Exception as error:
-        _LOG.error("hetpipe server: %s failed", method, exc_info=error)
-        raise CallRefused(f"the server failed at {method}: {type(error).__name__}: {error}") from error
-
-
-def _receive(messages: Iterator[bytes], into: list[memoryview], size: int) -> None:
-    filling = Filling(into)
-    while filling.left:
-        chunk = next(messages, b"")
-        if not chunk or len(chunk) > filling.left:
-            raise Malformed(f"a body of {size} bytes ended, or went on, {filling.left} bytes before its end")
-        filling.write(chunk)
 
 
 def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> Iterator[bytes]:
@@ -245,8 +226,8 @@ def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> 
         yield Answer(Outcome.REPLY_WITHOUT_PLACE).pack(b"the reply's body does not lie in shared memory")
         return
     yield Answer(Outcome.REPLY, size, place).pack(reply.header)
-    for portion in portions(body, CHUNK) if place is None else ():
-        yield b"".join(portion)
+    if place is None:
+        yield from portions(body, CHUNK)
 
 
 class _Doorkeeper:
@@ -257,12 +238,13 @@ class _Doorkeeper:
         self._rejections = rejections
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        token, release = (_first(details.invocation_metadata, name) for name in (TOKEN, SHOWN))
+        shown = dict(reversed(details.invocation_metadata))  # of several with one name, the first counts
+        token, release = shown.get(TOKEN), shown.get(SHOWN)
         if not self._security.admits(None if token is None else token.removeprefix(BEARER)):
-            shows = "no" if token is None else "a wrong"
+            what = "no" if token is None else "a wrong"
             return self._refusal(
                 grpc.StatusCode.UNAUTHENTICATED,
-                f"it shows {shows} token; HETPIPE_TOKEN must be the same everywhere",
+                f"it shows {what} token; HETPIPE_TOKEN must be the same everywhere",
                 "the token is missing or wrong; give the server's as HETPIPE_TOKEN",
             )
         if release not in (None, RELEASE):  # callers before 0.1 show no release, but frames have a version
@@ -281,10 +263,6 @@ class _Doorkeeper:
             yield b""
 
         return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _first(metadata: Any, name: str) -> Any:
-    return next((value for key, value in metadata if key == name), None)
 
 
 def _malformed(context: grpc.ServicerContext, sentence: str) -> NoReturn:

@@ -77,9 +77,9 @@ class IncomingCall:
         size: Bytes of the body.
         receive: Function that fills ``size`` contiguous, writable bytes with the body. It raises `SenderGone`, or the
             transport's error for a malformed body. The handler lets these exceptions pass.
-        offered: The whole body in the client's memory, if the server can map it. ``receive`` into this memory copies
-            nothing. The handler may keep it, even if the client dies, but must not write to it. The handler must have
-            agreed with the client on how long the client leaves it unchanged.
+        offered: The whole body in the client's memory, if the server can map it and the client awaits no body.
+            ``receive`` into this memory copies nothing. The handler may keep it, even if the client dies, but must not
+            write to it. The handler must have agreed with the client on how long the client leaves it unchanged.
     """
 
     method: str
