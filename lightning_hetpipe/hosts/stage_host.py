@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -198,8 +198,7 @@ class Host:
             self._answer(number, done.result())
 
     def _call_server(self, order: orders.CallServer) -> Future[orders.ServerAnswered]:
-        blocks = [None if held is None else self._held.get(held.number) for held in (order.body, order.into)]
-        return self._calls.make(order, *blocks)
+        return self._calls.make(order, *map(self._held.found, (order.body, order.into)))
 
     def _use_device(self, *devices: Any) -> None:
         self._device.use(*devices)
@@ -215,7 +214,7 @@ class Host:
             "add_variants": lambda graphs: add_variants(stage.layers, graphs),
             "take": partial(self._take, stage),
             "hold": lambda reading, index, number: self._held.put(number, stage.stash.tensor(index, reading)),
-            "look": lambda minibatch: self._device.state(stage.state(minibatch)),
+            "look": lambda minibatch: self._device.taken(stage.state(minibatch)),
             "delivered": stage.delivered,
         }
         stage.start()
@@ -241,7 +240,7 @@ class Host:
             settings=replace(setup.settings, before_pass=self._emulation),
             watchdog=watchdog,
             compute_lock=ReadersWriterLock(watchdog),
-            exclusively=_alone,
+            exclusively=lambda number, who: nullcontext(),  # this process computes nothing else
             done=self._done,
             streams=self._streams,
             planned=setup.planned,
@@ -289,7 +288,8 @@ class Host:
     def _found(self, held: Any) -> Tensor:
         """Return the tensor that is called ``held`` in layers as data."""
         assert isinstance(held, orders.Held)
-        return self._held.get(held.number).data  # whose changes in place are not counted in graphs
+        tensor: Tensor = self._held.found(held)
+        return tensor.data  # whose changes in place are not counted in graphs
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
         self._answers.put(result if event is None else Computed(result, event))
@@ -308,9 +308,3 @@ class Host:
                 number = getattr(message, "minibatch", None)  # an answer has none
                 broken = orders.Broken(error)
                 self._wire.send(broken if number is None else Failure(number, error))
-
-
-@contextmanager
-def _alone(number: int, who: str) -> Iterator[None]:
-    """Context manager that does nothing, because this process computes nothing else."""
-    yield
