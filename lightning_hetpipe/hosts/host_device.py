@@ -94,10 +94,6 @@ class HostDevice:
         gradients = [moved(gradient, CPU) for gradient in result.gradients]
         return result._replace(gradients=gradients, sums={n: move(sum, CPU) for n, sum in result.sums.items()})
 
-    def state(self, state: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
-        """Return ``state`` on the CPU."""
-        return [[move(tensor, CPU) for tensor in own] for own in state]
-
 
 def _accelerator(number: int, name: str, host: str) -> torch.device:
     there = all_devices()

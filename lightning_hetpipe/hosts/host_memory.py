@@ -17,7 +17,7 @@ from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.pipeline.graph_code import operator_name, operator_of
 from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.pipeline.values import nested_tensors
-from lightning_hetpipe.torch_private.graphs import OperatorOverload, schema_of
+from lightning_hetpipe.torch_private.graphs import OperatorOverload
 
 CPU = torch.device("cpu")
 
@@ -32,24 +32,20 @@ class HostMemory:
 
     Args:
         send: Sends an order. The host obeys one after the other.
-        begin: Sends an order, and returns its future result.
-        wait: Waits for a future result.
+        wait: Waits for a future result, which :meth:`answered` sets.
         accelerates: Whether the host computes on an accelerator.
     """
 
     def __init__(
-        self,
-        send: Callable[[orders.Do], None],
-        begin: Callable[[orders.Do], Future[Any]],
-        wait: Callable[[Future[Any]], Any],
-        *,
-        accelerates: bool = False,
+        self, send: Callable[[orders.Do], None], wait: Callable[[Future[Any]], Any], *, accelerates: bool = False
     ) -> None:
         self._send = send
-        self._begin = begin
         self._wait = wait
         self.accelerates = accelerates
         self._numbers = count()
+        self._results: dict[int, Future[Any]] = {}  # to come
+        self._ended: Exception | None = None
+        self._asking = threading.Lock()  # never held while an order is sent
         self._handles: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self.tensors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         """Tensors of this process with values at the host, by their ``id``."""
@@ -65,13 +61,33 @@ class HostMemory:
 
     def begin(self, method: str, *arguments: Any) -> Future[Any]:
         """Make the host call ``method`` after all operators so far. Return the future result."""
+        number, result = next(self._numbers), Future[Any]()
+        with self._asking:
+            if self._ended is not None:
+                raise self._ended
+            self._results[number] = result
         with self._lock:
             self.flush()
-            return self._begin(orders.Do(method, arguments))
+            self._send(orders.Do(method, arguments, number))
+        return result
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Make the host call ``method`` after all operators so far, and wait for the result."""
         return self._wait(self.begin(method, *arguments))
+
+    def answered(self, answer: orders.Brought) -> None:
+        """Set the result that an order waits for."""
+        with self._asking:
+            result = self._results.pop(answer.number, None)
+        if result is not None:
+            result.set_result(answer.result)
+
+    def end(self, error: Exception) -> None:
+        """Raise ``error`` in each thread that waits for a result, now and later."""
+        with self._asking:
+            self._ended = error
+        for result in self._results.values():
+            result.set_exception(error)
 
     def new(self) -> Handle:
         """Return the handle of a tensor that the host is about to have."""
@@ -97,34 +113,27 @@ class HostMemory:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         results: Sequence[int],
-        answers: Sequence[int],
         *,
         waits: bool,
-    ) -> Sequence[Tensor]:
-        """Run ``func`` at the host. Return the changed arguments that are not there.
+    ) -> None:
+        """Run ``func`` at the host.
 
         Args:
             args, kwargs: Its arguments, with :class:`~lightning_hetpipe.hosts.orders.Held` for tensors at the host.
             results: Numbers of the tensors that it makes.
-            answers: Places of changed arguments, some of which are not at the host.
             waits: Whether it may be sent later, because no tensor of this process is among its arguments.
 
         Raises:
             NotPlain: if the operator is not torch's own, or an argument cannot be sent.
         """
-        order = orders.Run(operator_name(func), args, kwargs, results, answers)
-        if answers:
-            changed: Sequence[Tensor] = self._asked(order)
-            return changed
         with self._lock:
-            self._waiting.append(order)
+            self._waiting.append(orders.Run(operator_name(func), args, kwargs, results))
             if not waits or len(self._waiting) >= MOST_WAITING:
                 self.flush()
-        return ()
 
     def value(self, func: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result, other than tensors, of ``func`` at the host."""
-        return self._asked(orders.Run(operator_name(func), args, kwargs, None, ()))
+        return self.ask("run", [orders.Run(operator_name(func), args, kwargs, None)], ())
 
     def bring(self, numbers: Sequence[int]) -> Sequence[Tensor]:
         """Return copies of tensors that are at the host."""
@@ -145,18 +154,9 @@ class HostMemory:
         """Send the waiting operators."""
         with self._lock:
             if self._waiting:
-                self._send(self._taken())
-
-    def _asked(self, order: orders.Run) -> Any:
-        with self._lock:
-            self._waiting.append(order)
-            result = self._begin(self._taken())
-        return self._wait(result)
-
-    def _taken(self) -> orders.Do:
-        free = [self._free.popleft() for _ in range(len(self._free))]
-        taken, self._waiting = orders.Do("run", [self._waiting, free]), []
-        return taken
+                free = [self._free.popleft() for _ in range(len(self._free))]
+                order, self._waiting = orders.Do("run", [self._waiting, free]), []
+                self._send(order)
 
 
 class Handle:
@@ -201,9 +201,6 @@ class HeldTensors:
         """Add ``block``, which stays where other processes see it."""
         self._held[number] = block
 
-    def get(self, number: int) -> Tensor:
-        return self._held[number]
-
     def bring(self, numbers: Sequence[int]) -> list[Tensor]:
         return [self._held[number] for number in numbers]
 
@@ -234,16 +231,7 @@ class HeldTensors:
             known = {id(each) for each in nested_tensors((args, kwargs))}
             new = [each for each in nested_tensors(result) if id(each) not in known]
             self._held.update(zip(order.results, new, strict=True))
-        if not order.answers:
-            return None
-        changed: list[Tensor] = []
-        for place in order.answers:
-            if place < len(args):
-                changed += _sent(args[place], order.args[place])
-            else:
-                name = schema_of(func).arguments[place].name
-                changed += _sent(kwargs.get(name), order.kwargs.get(name))
-        return changed
+        return None
 
     def found(self, value: Any) -> Any:
         """Return ``value``, on the host's device, with tensors in the place of their numbers."""
@@ -254,10 +242,3 @@ class HeldTensors:
         if isinstance(value, list | tuple):
             return [self.found(each) for each in value]
         return value
-
-
-def _sent(value: Any, sent: Any) -> list[Tensor]:
-    """Return the tensors of ``value`` that came with the order."""
-    if isinstance(value, list):
-        return [each for own, its in zip(value, sent, strict=True) for each in _sent(own, its)]
-    return [value] if isinstance(sent, Tensor) else []

@@ -111,14 +111,12 @@ class Run(NamedTuple):
         operator: Name of an operator of torch's own.
         args, kwargs: Its arguments, with a :class:`Held` for each tensor of the host.
         results: Numbers of the tensors that it makes, or None if its result is the answer.
-        answers: Places of arguments. Tensors among them that it changes and that came with the order are the answer.
     """
 
     operator: str
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     results: Sequence[int] | None
-    answers: Sequence[int]
 
 
 class Brought(NamedTuple):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import PipelineStalled, SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_memory import Handle, HostMemory
+from lightning_hetpipe.hosts.host_memory import HostMemory
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, local, move_out, remote
 from lightning_hetpipe.hosts.server_calls import HostHolder
 from lightning_hetpipe.hosts.stage_host import modes
@@ -48,33 +47,24 @@ LOST: tuple[type[Exception], ...] = (HostLost, *STAYING.values())
 
 
 class RemoteStash(VersionedLayers):
-    """Versions of a stage's live ``layers`` at its host. ``hold`` makes the host hold a tensor of a version."""
+    """Versions of a stage's live ``layers`` at its host, whose tensors are in ``memory``."""
 
-    def __init__(self, layers: nn.ModuleList, hold: Callable[[Reading, int], Handle]) -> None:
+    def __init__(self, layers: nn.ModuleList, memory: HostMemory) -> None:
         super().__init__(layers)
-        self._hold = hold
+        self._memory = memory
 
     def publish(self, version: Version) -> list[Tensor]:
-        for reading in version.needed:
-            if reading not in self._held:
-                self._held[reading] = VersionBuffer()
-                self._held[reading].flags = version.flags
-        self._held = {reading: self._held[reading] for reading in version.needed}
+        new = VersionBuffer(version.flags)
+        self._held = {reading: self._held.get(reading, new) for reading in version.needed}
         return []
 
     def tensor(self, index: int, weights: Reading) -> Tensor:
-        return RemoteTensor(self._hold(weights, index), self.parameters[index])
+        handle = self._memory.new()
+        self._memory.tell("hold", weights, index, handle.number)
+        return RemoteTensor(handle, self.parameters[index])
 
     def let_go(self) -> None:
         """Do nothing: the host has the memory."""
-
-
-class _RemoteStream(Stream):
-    """Stream of a stage that computes elsewhere."""
-
-    def show(self, busy: float) -> None:
-        """Set the busy seconds to the host's."""
-        self._busy = busy
 
 
 class RemoteStage(Stage):
@@ -98,8 +88,6 @@ class RemoteStage(Stage):
     ) -> None:
         self._accelerators = accelerators
         self._moved: list[nn.Parameter] = []
-        self._numbers = count()
-        self._results: dict[int, Future[Any]] = {}  # to come
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
         self._lost: str | None = None
@@ -107,9 +95,8 @@ class RemoteStage(Stage):
         self._known: list[int] = []
         self._adding = threading.Lock()
         self._is_set_up = False
-        self._is_over = False  # nothing comes any more
-        self._memory = HostMemory(self._send, self._begin, self._await, accelerates=bool(self._accelerators))
-        self.holder = HostHolder(self._memory, self._end_silent)
+        self._host_memory = HostMemory(self._send, self._await, accelerates=bool(self._accelerators))
+        self.holder = HostHolder(self._host_memory, self._end_silent)
         """The host as the holder of its weights."""
         name = f"hetpipe-stage-{arguments['index']}-results"
         self._receiver = threading.Thread(target=self._receive, name=name, daemon=True)
@@ -119,7 +106,7 @@ class RemoteStage(Stage):
         except BaseException:
             self.close()  # nobody else can close it yet
             raise
-        self.stream = self._busy = _RemoteStream()
+        self.stream = Stream()
         if self._accelerators:
             number, name = self._accelerators[0]
             self.place = f"{name}:{number} of {self._host.name}"
@@ -128,7 +115,7 @@ class RemoteStage(Stage):
 
     def start(self) -> None:
         self._known = self._variants()
-        self._memory.tell(
+        self._host_memory.tell(
             "set_up",
             orders.SetUp(
                 stage=self.index,
@@ -152,7 +139,7 @@ class RemoteStage(Stage):
             SettingError: if the host has no such device.
             torch.OutOfMemoryError: if the device has no room for the weights.
         """
-        self._memory.bring(())
+        self._host_memory.bring(())
 
     def close(self) -> None:
         try:
@@ -185,7 +172,7 @@ class RemoteStage(Stage):
 
     def has(self, parameter: Tensor) -> bool:
         """Return True if the host has ``parameter``."""
-        return isinstance(parameter, RemoteTensor) and parameter.handle.owner is self._memory
+        return isinstance(parameter, RemoteTensor) and parameter.handle.owner is self._host_memory
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Move the states that ``optimizers`` keep of its weights to the host."""
@@ -196,7 +183,7 @@ class RemoteStage(Stage):
                     continue
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                        state[name] = remote(value, self._memory)
+                        state[name] = remote(value, self._host_memory)
 
     def copy_layers(self) -> None:
         if self._receiver.ident is None:
@@ -207,7 +194,7 @@ class RemoteStage(Stage):
         if self._is_set_up:
             self._known = self._variants()
             try:
-                self._memory.tell("take_layers", self._layers_as_data())
+                self._host_memory.tell("take_layers", self._layers_as_data())
             except NotPlain as reason:
                 raise SettingError(
                     f"the layers of stage {self.index} have changed, and now {reason}; leave stage_hosts out, or change"
@@ -218,20 +205,20 @@ class RemoteStage(Stage):
         take_in_foreach(RemoteTensor)
         if self._accelerators:
             own, *members = self._accelerators
-            self._memory.tell("use_device", self._host.name, own, members)
-            self._memory.bring(())  # fails before any weight leaves for a host without the device
+            self._host_memory.tell("use_device", self._host.name, own, members)
+            self._host_memory.bring(())  # fails before any weight leaves for a host without the device
 
     def _move_out(self) -> None:
         every = nn.ModuleList([layer.module for layer in self.layers]).parameters()
         own = [parameter for parameter in every if not isinstance(parameter, RemoteTensor)]
         for parameter in own:
-            move_out(parameter, self._memory)
+            move_out(parameter, self._host_memory)
         self._moved += own
 
     def _come_home(self) -> None:
         """Bring all values into this process: weights, gradients, optimizer states, and other tensors in use."""
-        self._memory.close()
-        for tensor in [*self._memory.tensors.values()]:
+        self._host_memory.close()
+        for tensor in [*self._host_memory.tensors.values()]:
             if isinstance(tensor, RemoteTensor) and tensor.handle.owner is None and _is_leaf(tensor):
                 come_home(tensor)
 
@@ -240,45 +227,37 @@ class RemoteStage(Stage):
 
     def _in_message(self, tensor: Tensor) -> Any:
         """Return ``tensor`` as it is in a message: its number if the host has it, otherwise its value."""
-        if isinstance(tensor, RemoteTensor) and tensor.handle.owner is self._memory:
+        if isinstance(tensor, RemoteTensor) and tensor.handle.owner is self._host_memory:
             return tensor.handle.name
         return local(tensor).detach()
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
-        return RemoteStash(layers, self._hold)
-
-    def _hold(self, weights: Reading, index: int) -> Handle:
-        """Make the host hold parameter ``index`` in ``weights``, under the number of the returned handle."""
-        handle = self._memory.new()
-        self._memory.tell("hold", weights, index, handle.number)
-        return handle
+        return RemoteStash(layers, self._host_memory)
 
     # Versions and states.
 
     def begin(self, version: Version, forwards: int) -> None:
-        self.memory.clear()
-        self.stash.begin(version)
-        for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
-            runner.buffers.begin(forwards, buffers)
-        self._memory.tell("begin", version.replaced(self._in_message), forwards)
+        super().begin(version, forwards)
+        self._host_memory.tell("begin", version.replaced(self._in_message), forwards)
 
     def publish(self, version: Version) -> None:
-        self.stash.publish(version)
-        for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
-            runner.buffers.publish(version.number, buffers, ahead=version.is_late)
-        self._memory.tell("publish", version.replaced(self._in_message))
+        super().publish(version)
+        self._host_memory.tell("publish", version.replaced(self._in_message))
+
+    def _published(self, version: Version) -> None:
+        """Do nothing: the host counts and computes its versions."""
 
     def state(self, minibatch: int) -> Sequence[Sequence[Tensor]]:
-        found: Sequence[Sequence[Tensor]] = self._memory.ask("look", minibatch)
+        found: Sequence[Sequence[Tensor]] = self._host_memory.ask("look", minibatch)
         for runner, left in zip(self._runners.values(), found, strict=True):
             runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
         return found
 
     def take(self, minibatch: int) -> FoundGradients:
-        handles = [self._memory.new() for _ in self.stash.parameters]
-        taken: orders.Taken = self._memory.ask("take", minibatch, [handle.number for handle in handles])
+        handles = [self._host_memory.new() for _ in self.stash.parameters]
+        taken: orders.Taken = self._host_memory.ask("take", minibatch, [handle.number for handle in handles])
         self.memory.mirror(taken.memory)
-        self._busy.show(taken.busy)
+        self.stream.mirror(taken.busy)
         if self.emulation is not None and taken.padded is not None:
             self.emulation.mirror(self.index, taken.padded)
         found = FoundGradients()
@@ -293,18 +272,18 @@ class RemoteStage(Stage):
         return found
 
     def delivered(self, minibatch: int) -> None:
-        self._memory.tell("delivered", minibatch)
+        self._host_memory.tell("delivered", minibatch)
 
     # Other hosts.
 
     def listen(self, secret: str) -> int:
         """Let hosts of other stages with ``secret`` connect to the host. Return its port."""
-        port: int = self._memory.ask("listen", secret)
+        port: int = self._host_memory.ask("listen", secret)
         return port
 
     def hand_over(self, *hosts_and_segments: Any) -> list[str | None]:
         """Make the host call ``PeerHosts.connect``. Return for each other host why it cannot be reached, or None."""
-        reasons: list[str | None] = self._memory.ask("hand_over", self.index, *hosts_and_segments)
+        reasons: list[str | None] = self._host_memory.ask("hand_over", self.index, *hosts_and_segments)
         return reasons
 
     # Messages.
@@ -321,7 +300,7 @@ class RemoteStage(Stage):
         try:
             if isinstance(message, Forward):
                 self._send_variants()
-            self._memory.flush()
+            self._host_memory.flush()
             self._send(message)
         except LOST as error:
             if not isinstance(message, Cancel):
@@ -339,7 +318,7 @@ class RemoteStage(Stage):
             return
         with self._adding:
             new = new_variants(self.layers, self._known)  # while others are added, which the next forward sends
-            self._memory.tell("add_variants", new)
+            self._host_memory.tell("add_variants", new)
             self._known = [known + len(each["graphs"]) for known, each in zip(self._known, new, strict=True)]
 
     def _send(self, message: Any) -> None:
@@ -349,16 +328,6 @@ class RemoteStage(Stage):
             self._host.wire.send(message)
         except OSError:
             raise self._host_lost() from None
-
-    def _begin(self, order: orders.Do) -> Future[Any]:
-        """Send ``order`` to the host, and return its result to come."""
-        number, result = next(self._numbers), Future[Any]()
-        with self._lock:
-            if self._is_over:
-                raise self._host_lost()
-            self._results[number] = result
-        self._send(order._replace(number=number))
-        return result
 
     def _await(self, result: Future[Any]) -> Any:
         """Wait for a result, which a host gives at once, whatever its stage computes. Lightning's thread holds the lock
@@ -411,10 +380,7 @@ class RemoteStage(Stage):
                 self._lost, self._broken = f"cannot go on: {text}", message.error
                 break
             if isinstance(message, orders.Brought):
-                with self._lock:
-                    result = self._results.pop(message.number, None)
-                if result is not None:
-                    result.set_result(message.result)
+                self._host_memory.answered(message)
                 continue
             with self._lock:
                 for key in [key for key in self._asked if key[0] == message.minibatch]:
@@ -422,12 +388,10 @@ class RemoteStage(Stage):
             self._watchdog.moved()
             self._done(message, None)
         error = self._host_lost()
+        self._host_memory.end(error)
         with self._lock:
-            self._is_over, results = True, [*self._results.values()]
             waiting = {number for number, _ in self._asked}
             self._asked.clear()
-        for result in results:
-            result.set_exception(error)
         for number in waiting:
             self._done(Failure(number, error), None)
 

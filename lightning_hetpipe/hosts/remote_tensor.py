@@ -296,7 +296,7 @@ def _remotely(
     func: OperatorOverload, facts: _Operator, memory: HostMemory | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     assert memory is not None
-    waits = True
+    waits, written, lent = True, _written(facts, args, kwargs), dict[int, Handle]()
 
     def there(leaf: Tensor) -> Any:
         nonlocal waits
@@ -306,13 +306,16 @@ def _remotely(
         value = (leaf.handle.bring() if isinstance(leaf, RemoteTensor) else leaf).detach()
         if value.layout is not torch.strided:
             raise NotPlain("a sparse tensor has no place in a message")
-        return value
+        if not any(leaf is each for each in written):
+            return value
+        if id(leaf) not in lent:
+            lent[id(leaf)] = memory.put(value)
+        return lent[id(leaf)].name
 
     try:
         sent, named = _sent(there, args), {name: _sent(there, each) for name, each in kwargs.items()}
         if facts.gives is None:
             return memory.value(func, sent, named)
-        mine = [] if waits else [each for each in _written(facts, args, kwargs) if _owner(each) is not memory]
         new = _sizes(func, args, kwargs) if None in facts.gives else None
         if new is _NO_SIZES:
             return _locally(func, facts, args, kwargs)
@@ -327,13 +330,12 @@ def _remotely(
             _mapped(result, part) if where is None else _argument(where, args, kwargs)
             for where, part in zip(facts.gives, parts, strict=True)
         ]
-        answers = [place for place, _ in facts.writes] if mine else ()
-        numbers = [each.handle.number for each in made]
-        changed = memory.run(func, sent, named, numbers, answers, waits=waits)
+        memory.run(func, sent, named, [each.handle.number for each in made], waits=waits)
     except NotPlain:
         return _locally(func, facts, args, kwargs)
-    for tensor, value in zip(mine, changed, strict=True):
-        tensor.copy_(value)
+    for tensor in written:
+        if id(tensor) in lent:
+            tensor.copy_(lent[id(tensor)].bring())
     return (tuple(found) if len(found) > 1 else found[0]) if found else None
 
 
@@ -372,9 +374,7 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """Apply ``change`` to each tensor in ``value``."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, list | tuple):
-        return [change(each) if isinstance(each, Tensor) else _mapped(change, each) for each in value]
-    return value
+    return [_mapped(change, each) for each in value] if isinstance(value, list | tuple) else value
 
 
 _SENT = (int, float, str, torch.dtype, torch.layout, torch.memory_format, torch.device)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -43,52 +43,6 @@ SENDING = 5.0
 """Seconds at the end in which answers are still sent."""
 
 
-_ATTRIBUTES = (
-    *(f"{work}.fp32_precision" for work in ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")),
-    *(f"{work}.fp32_precision" for work in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")),
-    "cudnn.enabled",
-    "cudnn.deterministic",
-    "cudnn.benchmark",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "cuda.matmul.allow_fp16_accumulation",
-)
-"""Settings of the libraries in ``torch.backends``, by their paths there."""
-
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
-"""Ways to compute attention."""
-
-
-def modes() -> list[Any]:
-    """Return the process's settings of torch on which results depend."""
-    backends: Any = torch.backends
-    return [
-        _matmul_precision(),
-        _flushes_denormals(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        backends.mkldnn.is_available() and backends.mkldnn.enabled,
-        [getattr(backends.cuda, f"{way}_sdp_enabled")() for way in _ATTENTION],
-        [attrgetter(path)(backends) for path in _ATTRIBUTES],
-    ]
-
-
-def set_modes(modes: Sequence[Any]) -> None:
-    """Apply settings from :func:`modes`."""
-    backends: Any = torch.backends
-    precision, flushes, deterministic, warn_only, mkldnn, attention, attributes = modes
-    if precision is not None:
-        torch.set_float32_matmul_precision(precision)
-    torch.set_flush_denormal(flushes)  # of this thread and the threads that it starts
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-    backends.mkldnn.set_flags(mkldnn)
-    for way, each in zip(_ATTENTION, attention, strict=True):
-        getattr(backends.cuda, f"enable_{way}_sdp")(each)
-    for path, each in zip(_ATTRIBUTES, attributes, strict=True):
-        library, _, name = path.rpartition(".")
-        setattr(attrgetter(library)(backends), name, each)
-
-
 def _matmul_precision() -> str | None:
     """Return the precision of matrix products, or None if ``torch.backends`` set it, which torch refuses to mix."""
     with suppress(RuntimeError):
@@ -99,6 +53,45 @@ def _matmul_precision() -> str | None:
 def _flushes_denormals() -> bool:
     """Return True if this thread treats subnormal numbers as zero. Torch has only a function to set this."""
     return not torch.tensor([torch.finfo(torch.float32).tiny]).mul(0.5).item()
+
+
+def _attribute(path: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    library, _, name = path.rpartition(".")
+    owner = attrgetter(library)(torch.backends)
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+_BACKENDS: Any = torch.backends
+_MODES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (_matmul_precision, lambda value: None if value is None else torch.set_float32_matmul_precision(value)),
+    (_flushes_denormals, torch.set_flush_denormal),  # of this thread and the threads that it starts
+    (
+        lambda: [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()],
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    (lambda: _BACKENDS.mkldnn.is_available() and _BACKENDS.mkldnn.enabled, _BACKENDS.mkldnn.set_flags),
+    *(
+        (getattr(_BACKENDS.cuda, f"{way}_sdp_enabled"), getattr(_BACKENDS.cuda, f"enable_{way}_sdp"))
+        for way in ("flash", "mem_efficient", "math", "cudnn")  # ways to compute attention
+    ),
+    *(_attribute(f"{work}.fp32_precision") for work in ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")),
+    *(_attribute(f"{work}.fp32_precision") for work in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")),
+    *(_attribute(f"cudnn.{name}") for name in ("enabled", "deterministic", "benchmark")),
+    *(_attribute(f"cuda.matmul.allow_{dtype}_reduced_precision_reduction") for dtype in ("fp16", "bf16")),
+    _attribute("cuda.matmul.allow_fp16_accumulation"),
+]
+"""Functions that read and set torch's settings on which results depend."""
+
+
+def modes() -> list[Any]:
+    """Return the process's settings of torch on which results depend."""
+    return [read() for read, _ in _MODES]
+
+
+def set_modes(modes: Sequence[Any]) -> None:
+    """Apply settings from :func:`modes`."""
+    for (_, write), value in zip(_MODES, modes, strict=True):
+        write(value)
 
 
 class HostedStage(Stage):
@@ -198,8 +191,7 @@ class Host:
             self._answer(number, done.result())
 
     def _call_server(self, order: orders.CallServer) -> Future[orders.ServerAnswered]:
-        blocks = [None if held is None else self._held.get(held.number) for held in (order.body, order.into)]
-        return self._calls.make(order, *blocks)
+        return self._calls.make(order, *map(self._held.found, (order.body, order.into)))
 
     def _use_device(self, *devices: Any) -> None:
         self._device.use(*devices)
@@ -215,7 +207,7 @@ class Host:
             "add_variants": lambda graphs: add_variants(stage.layers, graphs),
             "take": partial(self._take, stage),
             "hold": lambda reading, index, number: self._held.put(number, stage.stash.tensor(index, reading)),
-            "look": lambda minibatch: self._device.state(stage.state(minibatch)),
+            "look": lambda minibatch: self._device.taken(stage.state(minibatch)),
             "delivered": stage.delivered,
         }
         stage.start()
@@ -241,7 +233,7 @@ class Host:
             settings=replace(setup.settings, before_pass=self._emulation),
             watchdog=watchdog,
             compute_lock=ReadersWriterLock(watchdog),
-            exclusively=_alone,
+            exclusively=lambda number, who: nullcontext(),  # this process computes nothing else
             done=self._done,
             streams=self._streams,
             planned=setup.planned,
@@ -289,7 +281,8 @@ class Host:
     def _found(self, held: Any) -> Tensor:
         """Return the tensor that is called ``held`` in layers as data."""
         assert isinstance(held, orders.Held)
-        return self._held.get(held.number).data  # whose changes in place are not counted in graphs
+        tensor: Tensor = self._held.found(held)
+        return tensor.data  # whose changes in place are not counted in graphs
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
         self._answers.put(result if event is None else Computed(result, event))
@@ -308,9 +301,3 @@ class Host:
                 number = getattr(message, "minibatch", None)  # an answer has none
                 broken = orders.Broken(error)
                 self._wire.send(broken if number is None else Failure(number, error))
-
-
-@contextmanager
-def _alone(number: int, who: str) -> Iterator[None]:
-    """Context manager that does nothing, because this process computes nothing else."""
-    yield

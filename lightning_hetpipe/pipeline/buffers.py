@@ -52,7 +52,7 @@ class Buffers:
 
     def begin(self, minibatch: int, live: Sequence[Tensor]) -> None:
         """Take the ``live`` buffers as what forward ``minibatch`` left, because the pipeline starts empty behind it."""
-        left = self._of(minibatch)
+        left = self.left(minibatch)
         for index, tensor in enumerate(live):
             left[index] = tensor.to(left[index].device, copy=True)
 
@@ -69,7 +69,7 @@ class Buffers:
         not the first ``call``, give the buffers that the minibatch's own call before left."""
         if not self._names:
             return
-        own, previous = self._of(minibatch), self._of(minibatch - 1)
+        own, previous = self.left(minibatch), self.left(minibatch - 1)
         if own is not previous and not call:
             for index, tensor in enumerate(previous):
                 if own[index].shape != tensor.shape or own[index].dtype != tensor.dtype:
@@ -80,29 +80,29 @@ class Buffers:
 
     def copied(self, minibatch: int) -> list[Tensor]:
         """Return copies of the buffers from which a forward of ``minibatch`` is about to start."""
-        return [tensor.clone() for tensor in self._of(minibatch)]
+        return [tensor.clone() for tensor in self.left(minibatch)]
 
     def bind(self, minibatch: int, layers: list[Place]) -> None:
         if self._names:
-            bind(layers, self._of(minibatch))
+            bind(layers, self.left(minibatch))
 
     def changes(self, minibatch: int) -> list[int]:
         """Return the number of in-place changes so far of each buffer of ``minibatch``."""
-        return [version_counter(tensor) for tensor in self._of(minibatch)] if self._names else []
+        return [version_counter(tensor) for tensor in self.left(minibatch)] if self._names else []
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
         """Keep what a forward of ``minibatch`` left, even if a layer replaced a buffer by a new tensor."""
         if not self._names:
             return
-        own = self._of(minibatch)
+        own = self.left(minibatch)
         for index, (module, name) in enumerate(layers):
             left = getattr(module, name)
             if left is not own[index]:
                 own[index] = left.detach()
 
-    def left(self, minibatch: int) -> Sequence[Tensor]:
+    def left(self, minibatch: int) -> list[Tensor]:
         """Return the buffers as ``minibatch`` left them."""
-        return self._of(minibatch)
+        return self._left[minibatch % len(self._left)]
 
     def mirror(self, minibatch: int, left: Sequence[Tensor]) -> None:
         """Hold the buffers that the forward of ``minibatch`` left elsewhere."""
@@ -116,7 +116,7 @@ class Buffers:
         """
         if not self._names:
             return False
-        pairs = [(now.to(left.device), left) for now, left in zip(live, self._of(minibatch), strict=True)]
+        pairs = [(now.to(left.device), left) for now, left in zip(live, self.left(minibatch), strict=True)]
         changed = unequal(pairs)
         for index in changed:
             if ahead:
@@ -125,11 +125,8 @@ class Buffers:
                     " a view of a weight), while later minibatches were in flight; set in_flight=1, or change it at the"
                     " end of an epoch"
                 )
-            self._of(minibatch)[index] = pairs[index][0].to(pairs[index][1].device, copy=True)
+            self.left(minibatch)[index] = pairs[index][0].to(pairs[index][1].device, copy=True)
         return bool(changed)
-
-    def _of(self, minibatch: int) -> list[Tensor]:
-        return self._left[minibatch % len(self._left)]
 
 
 def _told(module: nn.Module, name: str) -> str:

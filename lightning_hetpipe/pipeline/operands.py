@@ -64,7 +64,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class _Together(OwnMode):
     """A mode that moves operands: one differentiable move for each use, so that sums of gradients are as on one device.
 
-    :data:`_RULES` maps functions by name to a device. Functions that torch has written in Python run operation by
+    :meth:`_device` maps functions by name to a device. Functions that torch has written in Python run operation by
     operation. They may use an operand several times, or ask whether two are the same, as attention does. A custom
     autograd function has all its operands on one device, and so all that its backward is given.
     """
@@ -96,7 +96,7 @@ class _Together(OwnMode):
         # What asks again under its own name is run whole.
         if isinstance(func, FunctionType) and func not in self._piecemeal and not _subclasses(operands):
             before = self._home, self._piecemeal
-            self._home, self._piecemeal = _at_parameter(given, operands) or self._home, (*self._piecemeal, func)
+            self._home, self._piecemeal = _at_parameter(operands) or self._home, (*self._piecemeal, func)
             try:
                 with self:
                     return without_override(func)(*given[0], **given[1])
@@ -109,9 +109,7 @@ class _Together(OwnMode):
         if name.startswith("_foreach_"):
             given = self._pairs(*given, copies)
         else:
-            rule = next((rule for is_its, rule in _RULES if is_its(name)), None)
-            device = _at_out(given, operands) or (rule(given, operands) if rule else self._anywhere(given, operands))
-            given = self._at(device, given, copies)
+            given = self._at(self._device(name, given, operands), given, copies)
         found = func(*given[0], **given[1])
         if any(not copy.is_inference() and version_counter(copy) for copy in copies):
             raise SettingError(
@@ -133,10 +131,21 @@ class _Together(OwnMode):
         self._order.clear()
         self.devices = ()
 
-    def _anywhere(self, given: Arguments, operands: Sequence[Tensor]) -> torch.device:
-        """Return the device of a parameter, else of most bytes of operands, of equal ones the later device."""
-        found = _at_parameter(given, operands) or self._home
-        return found or max(operands, key=lambda each: (each.nbytes, self._order[each.device])).device
+    def _device(self, name: str, given: Arguments, operands: Sequence[Tensor]) -> torch.device:
+        """Return the device for the operands of function ``name``: by default of a parameter, else of most bytes of
+        operands, of equal ones the later device. What is written stays where it is."""
+        first, out = next(nested_tensors(given)).device, next(nested_tensors(given[1].get("out")), None)
+        if out is not None:
+            return out.device
+        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            return first
+        if name in ("batch_norm", "instance_norm"):
+            return operands[-1].device  # of the running variance, which is written
+        if (parameter := _at_parameter(operands)) is not None:
+            return parameter
+        if name in ("expand_as", "reshape_as", "view_as"):
+            return first  # a view of the first operand
+        return self._home or max(operands, key=lambda each: (each.nbytes, self._order[each.device])).device
 
     def _at(self, device: torch.device, value: T, copies: list[Tensor]) -> T:
         """Return ``value`` with its tensors on ``device``. Tensors that were moved are added to ``copies``."""
@@ -183,28 +192,8 @@ def _name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", "")).partition(".")[0]
 
 
-def _at_out(given: Arguments, operands: Sequence[Tensor]) -> torch.device | None:
-    return next((each.device for each in nested_tensors(given[1].get("out"))), None)
-
-
-def _at_parameter(given: Arguments, operands: Sequence[Tensor]) -> torch.device | None:
+def _at_parameter(operands: Sequence[Tensor]) -> torch.device | None:
     return next((each.device for each in operands if isinstance(each, nn.Parameter)), None)
-
-
-def _at_first(given: Arguments, operands: Sequence[Tensor]) -> torch.device:
-    return next(nested_tensors(given)).device
-
-
-def _at_last(given: Arguments, operands: Sequence[Tensor]) -> torch.device:
-    return operands[-1].device
-
-
-def _at_shape(given: Arguments, operands: Sequence[Tensor]) -> torch.device:
-    return _at_parameter(given, operands) or _at_first(given, operands)
-
-
-def _writes_first(name: str) -> bool:
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 _CROSSING = frozenset(
@@ -218,14 +207,6 @@ _IN_PLACE = frozenset(
     | {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")}
 )
 """Functions that write into their first operand, besides functions with a name that ends in one underscore."""
-
-_RULES: list[tuple[Callable[[str], bool], Callable[[Arguments, Sequence[Tensor]], torch.device]]] = [
-    (_writes_first, _at_first),
-    ({"batch_norm", "instance_norm"}.__contains__, _at_last),  # which is the running variance: it is written
-    ({"expand_as", "reshape_as", "view_as"}.__contains__, _at_shape),  # a view of the first operand, unless a weight is
-]
-"""Functions with their own rule for the device of their operands. ``out=`` has precedence. Functions of lists
-(``_foreach_``) run pair by pair, and all other functions where :meth:`_Together._anywhere` says."""
 
 _BACKWARDS: dict[Any, tuple[str, str]] = {
     Tensor.backward: ("self", "gradient"),

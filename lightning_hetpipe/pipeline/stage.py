@@ -204,12 +204,11 @@ class Stage(StageThread):
         self._found.clear()
         self.memory.clear()
         self.stream.join(None, self.stash.begin(version))
-        self.memory.publish(self.stash.held_bytes)
         for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
             runner.buffers.begin(forwards, buffers)
             self.stream.join(None, runner.buffers.all())
             runner.counter.clear()
-        self._mark(version)
+        self._published(version)
 
     def publish(self, version: Version) -> None:
         """Take ``version``, the next one.
@@ -218,13 +217,14 @@ class Stage(StageThread):
             SettingError: if its buffers differ from what the last forward left, while later forwards have gone on.
         """
         self.stream.join(None, self.stash.publish(version))
-        self.memory.publish(self.stash.held_bytes)
         for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
             if runner.buffers.publish(version.number, buffers, ahead=version.is_late):
                 self.stream.join(None, runner.buffers.all())
-        self._mark(version)
+        self._published(version)
 
-    def _mark(self, version: Version) -> None:
+    def _published(self, version: Version) -> None:
+        """Count the bytes of versions, and let tasks wait until ``version`` is computed."""
+        self.memory.publish(self.stash.held_bytes)
         if own := [reading for reading in version.needed if reading.version == version.number]:
             event = self._user_stream.record([self.device])
             for reading in own:

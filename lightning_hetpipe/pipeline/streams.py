@@ -49,9 +49,8 @@ class Stream:
     def enter(self) -> None:
         """Enter the stream. Called first in the stage's thread."""
 
-    def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
-        """Return an event behind all work that this thread has given to ``devices``, or None if it is computed. A
-        stage's stream has one device, and ignores ``devices``."""
+    def record(self) -> StreamEvent | None:
+        """Return an event behind all work that this thread has given to the device, or None if it is computed."""
         return None
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
@@ -71,6 +70,10 @@ class Stream:
     def busy_seconds(self) -> float:
         """Return the busy seconds known so far."""
         return self._busy
+
+    def mirror(self, busy: float) -> None:
+        """Show the ``busy`` seconds of a stage that computes elsewhere."""
+        self._busy = busy
 
     def synchronize(self) -> None:
         """Wait until all work given to the device is computed."""
@@ -154,7 +157,7 @@ class DeviceStream(Stream):
     def enter(self) -> None:
         torch.accelerator.set_stream(self._stream)  # and with it this thread's device
 
-    def record(self, devices: Iterable[torch.device] = ()) -> DeviceEvents:
+    def record(self) -> DeviceEvents:
         return DeviceEvents([self._stream])
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
@@ -192,7 +195,8 @@ class DeviceStream(Stream):
 class UserStream:
     """Stream of user code and Lightning's thread, which never run at once: the threads' present streams."""
 
-    def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
+    def record(self, devices: Iterable[torch.device]) -> StreamEvent | None:
+        """Return an event behind all work that this thread has given to ``devices``, or None if it is computed."""
         streams = [torch.accelerator.current_stream(device) for device in set(devices) if accelerates(device)]
         return DeviceEvents(streams) if streams else None
 

@@ -33,6 +33,8 @@ from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import foreach_copy_, version_counter
 
+_NO_FLAGS = Flags((), ())
+
 
 class VersionBuffer:
     """Room for the weights of one version at a time.
@@ -45,10 +47,10 @@ class VersionBuffer:
         parts: Parts of the weights that members of a group have used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, flags: Flags = _NO_FLAGS) -> None:
         self.tensors: list[Tensor] = []
         self.frozen: frozenset[int] | None = None
-        self.flags = Flags((), ())
+        self.flags = flags
         self.published: StreamEvent | None = None
         self.parts: dict[Any, Tensor] = {}
 
@@ -94,7 +96,7 @@ class VersionedLayers:
         self._total_bytes = sum(self.bytes)
         self._held: dict[Reading, VersionBuffer] = {}
         self._bound: list[Tensor] = []
-        self._bound_flags = Flags((), ())
+        self._bound_flags = _NO_FLAGS
 
     @property
     def held_bytes(self) -> int:

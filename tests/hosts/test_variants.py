@@ -32,7 +32,7 @@ class Sending:
         self.sent: list[int] = []
         stage: Any = SimpleNamespace(layers=[Layer("x", self.layer)], _known=[1], _adding=threading.Lock())
         stage._variants = lambda: RemoteStage._variants(stage)
-        stage._memory = SimpleNamespace(tell=self._tell)
+        stage._host_memory = SimpleNamespace(tell=self._tell)
         self._stage = stage
 
     def send_variants(self) -> None:

@@ -90,9 +90,18 @@ def divided(
 ) -> Iterator[Divided]:
     """``whole`` divided by ``shares``, or as ``counts`` say of layers of "net"."""
     group = DeviceGroup([CPU] * len(shares), ChannelCounts(shares, counts or {}), home)
-    with MemberPool("hetpipe-stage-0", group, 1) as pool:
+    with started(MemberPool("hetpipe-stage-0", group, 1)) as pool:
         yield Divided(whole, pool)
     assert pool.join(10)
+
+
+@contextlib.contextmanager
+def started(pool: MemberPool) -> Iterator[MemberPool]:
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.close()
 
 
 def assert_divided(whole: Whole, **settings: Any) -> list[str]:

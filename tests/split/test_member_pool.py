@@ -9,7 +9,7 @@ import torch
 
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts
-from tests.split.dividing import CPU, Whole, divided
+from tests.split.dividing import CPU, Whole, divided, started
 from tests.split.nets import vgg
 
 
@@ -25,7 +25,7 @@ def test_all_members_run_at_once() -> None:
         barrier.wait(60)
         return threading.current_thread().name
 
-    with pool(3, home=1) as members:
+    with started(pool(3, home=1)) as members:
         found = members.run([job] * 3)
     assert found == ["hetpipe-stage-0-member-0", threading.current_thread().name, "hetpipe-stage-0-member-2"]
     assert members.join(10)
@@ -61,7 +61,7 @@ def test_the_first_failure_is_raised_once_all_are_through(home: int) -> None:
         done.append(member)
         raise ArithmeticError(str(member))
 
-    with pool(3, home) as members:
+    with started(pool(3, home)) as members:
         with pytest.raises(ArithmeticError, match="1"):
             members.run([lambda: done.append(0), lambda: failing(1), lambda: failing(2)])
         assert sorted(done) == [0, 1, 2]

@@ -30,7 +30,7 @@ import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,16 +64,19 @@ class RandomGenerators:
         # manual_seed takes a signed 64-bit number on some devices.
         return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") & (2**63 - 1))
 
-    def minibatch(
-        self, minibatch: int | str, call: int = 0, *, in_user_code: bool = False
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def minibatch(self, minibatch: int | str, call: int = 0, *, in_user_code: bool = False) -> Iterator[None]:
         """Context manager in which this thread's runs of attached layers belong to ``minibatch``, a number or a name.
 
         They are call number ``call`` of a pipelined module. A stage enters the context for each forward, and ordinals
         start at 0. Outside, attached modules run as if unattached. A seed that user code sets governs draws
         ``in_user_code``.
         """
-        return _Within(_Draws(self, minibatch, call, in_user_code))
+        outer, _thread.draws = _thread.draws, _Draws(self, minibatch, call, in_user_code)
+        try:
+            yield
+        finally:
+            _thread.draws = outer
 
     @contextmanager
     def watch(
@@ -213,19 +216,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-class _Within:
-    """Context manager that sets the draws of this thread to ``draws``."""
-
-    def __init__(self, draws: _Draws) -> None:
-        self._draws = draws
-
-    def __enter__(self) -> None:
-        self._outer, _thread.draws = _thread.draws, self._draws
-
-    def __exit__(self, *exception: object) -> None:
-        _thread.draws = self._outer
 
 
 class _Forward:

@@ -135,10 +135,10 @@ def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return written_and_viewed(target, args, node.kwargs)
 
 
-def note_views(node: fx.Node, viewed: Sequence[fx.Node], shares: dict[fx.Node, set[fx.Node]]) -> None:
-    """Record in ``shares`` that the output of ``node`` shares memory with the values in ``viewed``."""
-    together = {node}.union(*(shares.get(each, {each}) for each in viewed))
-    shares.update(dict.fromkeys(together, together))
+def note_views(node: fx.Node, viewed: Sequence[fx.Node], families: dict[fx.Node, set[fx.Node]]) -> None:
+    """Record in ``families`` that the output of ``node`` shares memory with the values in ``viewed``."""
+    together = {node}.union(*(families.get(each, {each}) for each in viewed))
+    families.update(dict.fromkeys(together, together))
 
 
 def _is_written_in_regions(given: Sequence[fx.Node]) -> bool:
@@ -150,7 +150,7 @@ def _is_written_in_regions(given: Sequence[fx.Node]) -> bool:
 
 def _without_writes(graph: fx.Graph) -> None:
     """Replace writes into values that nobody sees afterwards, not even by a view, by new values."""
-    shares: dict[fx.Node, set[fx.Node]] = {}
+    families: dict[fx.Node, set[fx.Node]] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -158,8 +158,8 @@ def _without_writes(graph: fx.Graph) -> None:
         written, viewed = writes_and_views(node)
         plain = _without_write(target)
         value: Any = args[0] if args else None
-        if plain is None or not isinstance(value, fx.Node) or written != [value] or _is_seen(value, node, shares):
-            note_views(node, viewed, shares)
+        if plain is None or not isinstance(value, fx.Node) or written != [value] or _is_seen(value, node, families):
+            note_views(node, viewed, families)
             continue
         if node.target is drawn:
             node.update_arg(2, plain)
@@ -175,9 +175,9 @@ def _without_writes(graph: fx.Graph) -> None:
             user.replace_input_with(value, left)
 
 
-def _is_seen(value: fx.Node, node: fx.Node, shares: Mapping[fx.Node, set[fx.Node]]) -> bool:
+def _is_seen(value: fx.Node, node: fx.Node, families: Mapping[fx.Node, set[fx.Node]]) -> bool:
     """Return True if the write of ``node`` into ``value`` shows in an input, or in another view used later."""
-    family = shares.get(value, {value})
+    family = families.get(value, {value})
     return any(each.op != "call_function" for each in family) or any(
         any(_after(node, list(each.users))) for each in family - {value}
     )

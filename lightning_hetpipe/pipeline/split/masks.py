@@ -47,7 +47,7 @@ class Mask:
 def mask_of(node: fx.Node, layout: ChannelLayout, whole: Iterable[fx.Node]) -> Mask | None:
     """Return the mask of random operation ``node`` on a tensor of ``layout``. Return None if the operation is no
     product with a mask, or the ``whole`` values do not determine the mask's sizes."""
-    path, ordinal, target, given, *rest = node.args
+    path, ordinal, target, _, *rest = node.args
     sizes, rank = sizes_of(node), len(sizes_of(node))
     if target is _CHANNELS and layout.dim == 1:
         sizes = [*sizes[:2], *[1] * (rank - 2)]
@@ -58,7 +58,7 @@ def mask_of(node: fx.Node, layout: ChannelLayout, whole: Iterable[fx.Node]) -> M
         return None
     known = list(whole)
     found = [source_of(size, known) for size in sizes]
-    if None in found or len(order) != rank or not isinstance(given, fx.Node):
+    if None in found or len(order) != rank:
         return None
     is_there = [each for each in found if each is not None]
     return Mask((path, ordinal, target, *rest), is_there, tuple(order), node.meta["dtype"], layout)
@@ -136,9 +136,9 @@ def _written_out(graph: fx.Graph, device: fx.Node, name: Any, operands: Any, nam
         scores = call(_aten.masked_fill.Scalar, (scores, hidden, -math.inf), query, tuple(sizes_of(scores)))
     elif mask is not None:
         scores = call(_aten.add.Tensor, (scores, mask), query, tuple(sizes_of(scores)))
-    shares = call(SAFE_SOFTMAX, (scores, -1), query, tuple(sizes_of(scores)))
+    weights = call(SAFE_SOFTMAX, (scores, -1), query, tuple(sizes_of(scores)))
     dropped = call(
-        drawn, (*name, _aten.dropout.default, shares, named["dropout_p"], True), query, tuple(sizes_of(scores))
+        drawn, (*name, _aten.dropout.default, weights, named["dropout_p"], True), query, tuple(sizes_of(scores))
     )
     return call(_aten.matmul.default, (dropped, value), query, (*before, rows, sizes_of(value)[-1]))
 

@@ -9,7 +9,7 @@ import queue
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +47,8 @@ _Posted = tuple[Job, StreamEvent | None, Sequence[Tensor]]
 
 
 class MemberPool:
-    """The members of ``group``, a context manager. Each member has one of ``streams``, but the home has the stage's.
-    With ``in_turn``, members run one after the other, because they may compile."""
+    """The members of ``group``, from :meth:`start` to :meth:`close`. Each member has one of ``streams``, but the home
+    has the stage's. With ``in_turn``, members run one after the other, because they may compile."""
 
     def __init__(
         self,
@@ -107,13 +107,6 @@ class MemberPool:
     def join(self, seconds: float) -> bool:
         """Wait for the end of the threads. Return False if a thread has not ended within ``seconds``."""
         return all(worker.join(seconds) for worker in self._workers if worker is not None)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _handler(self, member: int, stream: Stream) -> Callable[[_Posted], None]:
         results = self._results[member]

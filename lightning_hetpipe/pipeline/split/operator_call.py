@@ -33,6 +33,12 @@ class Divided:
     adds: bool = False
 
 
+def layout_of(node: fx.Node, divided: Mapping[fx.Node, Divided]) -> Layouts | None:
+    """Return the layout of members' parts of ``node``, or None if ``node`` is whole or members' results are added."""
+    found = divided.get(node)
+    return None if found is None or found.adds else found.layout
+
+
 @dataclass(frozen=True)
 class OperatorCall:
     """Call of an operator, ``target``, in a graph. ``layouts`` has the layouts of divided operands. ``columns``

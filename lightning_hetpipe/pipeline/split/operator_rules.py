@@ -99,17 +99,18 @@ def _prelu(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
     return Divided(layout, {**call.layouts, weight: layout.at(0)}) if layout.dim == 1 else None
 
 
-def _convolution(dims: int) -> Rule:
+def _convolution(dims: int, *, transposed: bool = False) -> Rule:
+    """Make the rule of a convolution, whose weight has output channels first, or second if it is ``transposed``."""
+
     def rule(call: OperatorCall) -> Divided | None:
         weight, bias, groups = (call.arg(n) for n in (1, 2, 6))
         channel = len(sizes_of(call.node)) - dims - 1
         groups = call.kwargs.get("groups", groups or 1)
-        layout = call.layout(0)
         if groups > 1:
-            return _grouped(call, groups, layout, channel)
+            return None if transposed else _grouped(call, groups, call.layout(0), channel)
         if (found := call.columns(weight)) is None:
             return None
-        operands = {weight: found, **({bias: found} if isinstance(bias, fx.Node) else {})}
+        operands = {weight: found.at(int(transposed)), **({bias: found} if isinstance(bias, fx.Node) else {})}
         return Divided(found.at(channel), operands)
 
     return rule
@@ -137,17 +138,6 @@ def _grouped(call: OperatorCall, groups: int, layout: ChannelLayout | None, chan
     if len(call.args) > 6:
         return Divided(made, operands, {6: counts})
     return None  # groups as a keyword, which no exported graph has
-
-
-def _transposed_convolution(dims: int) -> Rule:
-    def rule(call: OperatorCall) -> Divided | None:
-        weight, bias, groups = call.args[1], call.arg(2), call.arg(6, 1)
-        if groups != 1 or (found := call.columns(weight)) is None:
-            return None
-        operands = {weight: found.at(1), **({bias: found} if isinstance(bias, fx.Node) else {})}
-        return Divided(found.at(len(sizes_of(call.node)) - dims - 1), operands)
-
-    return rule
 
 
 def _product(given: int, weight: int, bias: int | None, *, out_first: bool) -> Rule:
@@ -286,17 +276,13 @@ def _own_sizes(call: OperatorCall, position: int, place: int, layout: ChannelLay
 
 @of_first
 def _view(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
-    found, given = layout.reshaped(call.sizes(), sizes_of(call.node)), call.args[1]
+    """Follow a view, or ``flatten`` without sizes: each part is flattened alike, if that is a view of the part."""
+    found, given = layout.reshaped(call.sizes(), sizes_of(call.node)), call.arg(1)
+    if found is not None and "flatten" in str(call.target):
+        return Divided(found, call.layouts)
     if found is None or not isinstance(given, list | tuple) or (found.outer is None and -1 in given):
         return None
     return Divided(found, call.layouts, _own_sizes(call, 1, found.dim, found), torch.ops.aten.reshape.default)
-
-
-@of_first
-def _flatten(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
-    """Flatten without sizes: each part is flattened alike, if that is a view of the part."""
-    found = layout.reshaped(call.sizes(), sizes_of(call.node))
-    return None if found is None else Divided(found, call.layouts)
 
 
 @of_first
@@ -431,7 +417,7 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (lambda call: _over_last(len(call.args[1]))(call), "layer_norm rms_norm"),
     (_prelu, "prelu"),
     *[(_convolution(dims), f"conv{dims}d") for dims in (1, 2, 3)],
-    *[(_transposed_convolution(dims), f"conv_transpose{dims}d") for dims in (1, 2, 3)],
+    *[(_convolution(dims, transposed=True), f"conv_transpose{dims}d") for dims in (1, 2, 3)],
     (_product(0, 1, 2, out_first=True), "linear"),
     (_product(0, 1, None, out_first=False), "mm"),
     (_product(1, 2, 0, out_first=False), "addmm"),
@@ -439,8 +425,7 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (_attention, "scaled_dot_product_attention"),
     (_einsum, "einsum.default"),
     (_embedding, "embedding"),
-    (_view, "view reshape _unsafe_view"),
-    (_flatten, "flatten"),
+    (_view, "view reshape _unsafe_view flatten"),
     (_unflatten, "unflatten"),
     (_expand, "expand"),
     (_reordered, "permute transpose.int swapaxes swapdims movedim moveaxis mT.default t numpy_T.default"),

@@ -8,7 +8,6 @@ written in place stay whole, and operators on them stay in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.fx.node import map_arg
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, layer_path, note_views, writes_and_views
 from lightning_hetpipe.pipeline.split.masks import Mask, mask_of
-from lightning_hetpipe.pipeline.split.operator_call import Divided, sizes_of
+from lightning_hetpipe.pipeline.split.operator_call import Divided, layout_of, sizes_of
 from lightning_hetpipe.pipeline.split.regions import (
     GivenAs,
     MemberGraph,
@@ -35,7 +34,6 @@ from lightning_hetpipe.pipeline.split.unit_choice import (
     followed,
     groups_of,
     input_of,
-    note_layouts,
     weight_of,
 )
 from lightning_hetpipe.planning.model.profile import LayerWidths
@@ -64,8 +62,6 @@ class _Rewriting:
         self._layers: dict[str, tuple[int, ...]] = {}
         self._own = {node for node, _, _ in joined.own}
         self._divided: dict[fx.Node, Divided] = {}
-        self._layouts: dict[fx.Node, ChannelLayout] = {}
-        self._several: dict[fx.Node, Sequence[ChannelLayout | None]] = {}
         self._masks: dict[fx.Node, Mask] = {}
         self._levels: dict[fx.Node, int] = {}
         self._worth: set[fx.Node] = set()  # what is divided, and made from a heavy operator's output on its level
@@ -78,7 +74,7 @@ class _Rewriting:
     def _decide(self) -> None:
         """Decide which operators are divided. Leave out runs of little work, and work that the home may as well do."""
         while True:
-            for each in (self._divided, self._layouts, self._several, self._masks, self._levels, self._worth):
+            for each in (self._divided, self._masks, self._levels, self._worth):
                 each.clear()
             self._find_divided()
             if not (light := self._light() or self._at_home()):
@@ -118,16 +114,15 @@ class _Rewriting:
             families = {self._written[each] for each in near if each in self._written}
             found = None if families or node in self._whole else self._division(node)
             if found is None:
-                level = max((self._whole_from(each) for each in node.all_input_nodes), default=0)
+                level = max((self._level_for(each, node) for each in node.all_input_nodes), default=0)
                 for family in families:
                     level = latest[family] = max(level, latest.get(family, 0))
                 self._levels[node] = level
                 continue
             self._divided[node] = found
-            note_layouts(node, found, self._layouts, self._several)
-            sources = self._sources(node)
-            self._levels[node] = level = max(self._from(each, found.operands.get(each)) for each in sources)
-            worth = [each for each in sources if each in self._worth and self._levels[each] == level]
+            given = node.all_input_nodes
+            self._levels[node] = level = max(self._level_for(each, node) for each in given)
+            worth = [each for each in given if each in self._worth and self._levels[each] == level]
             if node.target in HEAVY or any(self._passes(each, node) for each in worth):
                 self._worth.add(node)
 
@@ -138,7 +133,7 @@ class _Rewriting:
         written, _ = writes_and_views(node)
         if any(each not in self._own or node.target not in _STATISTICS for each in written):
             return None
-        return followed(node, self._layouts, self._several, lambda weight: self._columns(node, weight))
+        return followed(node, self._divided, lambda weight: self._columns(node, weight))
 
     def _columns(self, node: fx.Node, weight: fx.Node) -> ChannelLayout | None:
         """Return the division of the output channels of ``node``, by the counts for its ``weight``."""
@@ -151,7 +146,7 @@ class _Rewriting:
             asked = sum(self._counts.splits.get(name, ()))  # of a stage that has more behind this layer, perhaps
             if asked and held[1] % asked == 0:
                 options.setdefault(asked, (1, held[1] // asked))
-        before = self._layouts[input_of(node)] if self._goes_on(node) else None
+        before = self._going_on(node)
         also = [] if before is None else [before.units]
         self._layers[name] = tuple(dict.fromkeys([*self._layers.get(name, ()), *options, *also]))
         if before is not None and (not self._counts.splits or self._counts.splits.get(name) == before.counts):
@@ -161,41 +156,36 @@ class _Rewriting:
             return None
         return ChannelLayout(0, *options[sum(counts)], counts)
 
-    def _goes_on(self, node: fx.Node) -> bool:
-        """Return True if a layer is better divided like its input: a product by rows, a convolution by its groups.
-        Return False for a product before an attention, for example, which could then not be divided, and for little
-        work before it."""
+    def _going_on(self, node: fx.Node) -> ChannelLayout | None:
+        """Return the layout of a layer's input if the layer is better divided like it: a product by rows, a convolution
+        by its groups. Return None for a product before an attention, for example, which could then not be divided, and
+        for little work before it."""
         given, groups = input_of(node), groups_of(node)
-        if (layout := self._layouts.get(given)) is None:
-            return False
+        if not isinstance(layout := layout_of(given, self._divided), ChannelLayout):
+            return None
         if groups > 1:
             channels = sizes_of(given)[layout.dim]
             size = channels // groups if isinstance(channels, int) else 0
-            return size > 0 and layout.outer == 1 and not any(count * layout.inner % size for count in layout.counts)
-        is_last = layout.dim == len(sizes_of(given)) - 1
-        return is_last and "conv" not in str(node.target) and given in self._worth and not self._units[node].arrives
+            fits = size > 0 and layout.outer == 1 and not any(count * layout.inner % size for count in layout.counts)
+        else:
+            is_last = layout.dim == len(sizes_of(given)) - 1 and "conv" not in str(node.target)
+            fits = is_last and given in self._worth and not self._units[node].arrives
+        return layout if fits else None
 
     def _dropout(self, node: fx.Node) -> Divided | None:
         """Draw the unsplit mask, of which each member multiplies by its part."""
-        given = _dropped(node)
-        layout = self._layouts.get(given)
+        given = node.args[3]
+        if not isinstance(given, fx.Node) or not isinstance(layout := layout_of(given, self._divided), ChannelLayout):
+            return None
         whole = (each for each, level in self._levels.items() if level == 0 and each not in self._divided)
-        if layout is None or (mask := mask_of(node, layout, whole)) is None:
+        if (mask := mask_of(node, layout, whole)) is None:
             return None
         self._masks[node] = mask
         return Divided(layout, {given: layout})
 
-    def _whole_from(self, node: fx.Node) -> int:
-        return self._levels[node] + (node in self._divided)
-
-    def _from(self, node: fx.Node, wanted: ChannelLayout | None) -> int:
-        kept = self._layouts.get(node) if wanted is not None else None
-        if node in self._several or (kept is not None and kept == wanted):
-            return self._levels[node]
-        return self._whole_from(node)
-
-    def _sources(self, node: fx.Node) -> Sequence[fx.Node]:
-        return [_dropped(node)] if node in self._masks else node.all_input_nodes
+    def _level_for(self, node: fx.Node, user: fx.Node) -> int:
+        """Return the first level on which ``user`` can take ``node``."""
+        return self._levels[node] + (node in self._divided and not self._passes(node, user))
 
     def divided_layers(self) -> dict[int, LayerWidths]:
         self._decide()
@@ -204,7 +194,7 @@ class _Rewriting:
         for node, found in self._divided.items():
             layer = _layer_of(node)
             run = runs.setdefault(layer, {layer})
-            for each in self._sources(node):
+            for each in node.all_input_nodes:
                 if (before := _layer_of(each)) != layer and self._passes(each, node):
                     run |= runs[before]
                     for other in run:
@@ -226,10 +216,9 @@ class _Rewriting:
 
     def _passes(self, node: fx.Node, user: fx.Node) -> bool:
         """Return True if members hand their parts of ``node`` on to ``user``."""
-        if user not in self._divided or node not in self._divided or self._divided[node].adds:
+        if user not in self._divided or (layout := layout_of(node, self._divided)) is None:
             return False
-        wanted = self._divided[user].operands.get(node)
-        return node in self._several or (wanted is not None and wanted == self._layouts.get(node))
+        return isinstance(layout, tuple) or layout == self._divided[user].operands.get(node)
 
     # Regions.
 
@@ -273,14 +262,13 @@ class _Rewriting:
         self._regions[self._levels[node]].output(RegionOutput(node, given, found.layout))
 
     def _copy(self, node: fx.Node, found: Divided, member: int, body: MemberGraph) -> None:
-        level = self._levels[node]
-
         def operand(each: fx.Node) -> fx.Node:
-            return self._operand(each, found.operands.get(each), node, body, level)
+            return self._operand(each, node, body)
 
         if node in self._masks:
-            mask = body.taken(self._regions[level].input(RegionInput(node, TakenAs.MASK, self._masks[node].layout)))
-            given = operand(_dropped(node))
+            region = self._regions[self._levels[node]]
+            mask = body.taken(region.input(RegionInput(node, TakenAs.MASK, self._masks[node].layout)))
+            given = operand(node.all_input_nodes[0])
             mask = body.graph.call_function(torch.ops.aten.type_as.default, (mask, given))  # autocast may have cast it
             body.made[node] = body.graph.call_function(torch.ops.aten.mul.Tensor, (given, mask))
             return
@@ -291,13 +279,11 @@ class _Rewriting:
         made = body.graph.call_function(target, map_arg(tuple(args), operand), map_arg(dict(node.kwargs), operand))
         body.made[node] = made
 
-    def _operand(
-        self, each: fx.Node, wanted: ChannelLayout | None, node: fx.Node, body: MemberGraph, level: int
-    ) -> fx.Node:
+    def _operand(self, each: fx.Node, node: fx.Node, body: MemberGraph) -> fx.Node:
         """Return the node, in a member's ``body``, of operand ``each`` of ``node``."""
-        region = self._regions[level]
-        is_kept = each in self._divided and (each in self._several or self._layouts.get(each) == wanted is not None)
-        if is_kept and self._levels[each] == level:
+        region, wanted = self._regions[self._levels[node]], self._divided[node].operands.get(each)
+        is_kept = self._passes(each, node)
+        if is_kept and self._levels[each] == self._levels[node]:
             return body.made[each]
         if each is self._joined.device:
             return body.taken(region.input(RegionInput(each, TakenAs.DEVICE)))
@@ -321,17 +307,12 @@ def _layer_of(node: fx.Node) -> int:
 def _written_families(graph: fx.Graph) -> dict[fx.Node, int]:
     """Number the families of values that are written in place or may share memory with such a value. A buffer that only
     one operator touches is left out."""
-    shares: dict[fx.Node, set[fx.Node]] = {}
+    families: dict[fx.Node, set[fx.Node]] = {}
     written: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         writes, views = writes_and_views(node)
         written.update(each for each in writes if each.op == "call_function" or len(each.users) > 1)
-        note_views(node, views, shares)
-    return {each: id(shares.get(node, {node})) for node in written for each in shares.get(node, {node})}
-
-
-def _dropped(node: fx.Node) -> fx.Node:
-    given: Any = node.args[3]
-    return given if isinstance(given, fx.Node) else node
+        note_views(node, views, families)
+    return {each: id(families.get(node, {node})) for node in written for each in families.get(node, {node})}

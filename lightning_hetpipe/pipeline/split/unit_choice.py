@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from lightning_hetpipe.pipeline.split.joined_graph import layer_path
-from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall, sizes_of
+from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall, layout_of, sizes_of
 from lightning_hetpipe.pipeline.split.operator_rules import rule_of
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
@@ -179,49 +179,32 @@ def _fitting(feeder: fx.Node, units: int, order: Sequence[fx.Node], target: fx.N
 
 
 def _arrives(feeder: fx.Node, layout: ChannelLayout, order: Sequence[fx.Node], target: fx.Node) -> bool:
-    layouts: dict[fx.Node, ChannelLayout] = {}
-    several: dict[fx.Node, Sequence[ChannelLayout | None]] = {}
+    divided: dict[fx.Node, Divided] = {}
     for node in (feeder, *order, target):
-        if node.target not in _WEIGHTS and not any(each in layouts or each in several for each in node.all_input_nodes):
+        if node.target not in _WEIGHTS and not any(each in divided for each in node.all_input_nodes):
             continue
-        found = followed(node, layouts, several, (lambda _: layout) if node is feeder else (lambda _: None))
+        found = followed(node, divided, (lambda _: layout) if node is feeder else (lambda _: None))
         if found is None and node is feeder:
             return False
         if node is target:
             return found is not None
-        note_layouts(node, found, layouts, several)
+        if found is not None:
+            divided[node] = found
     return False
 
 
 def followed(
-    node: fx.Node,
-    layouts: Mapping[fx.Node, ChannelLayout],
-    several: Mapping[fx.Node, Sequence[ChannelLayout | None]],
-    columns: Callable[[fx.Node], ChannelLayout | None],
+    node: fx.Node, divided: Mapping[fx.Node, Divided], columns: Callable[[fx.Node], ChannelLayout | None]
 ) -> Divided | None:
-    """Find how members compute ``node``, whose operands have ``layouts`` or are among ``several`` outputs."""
-    source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and source in several:
-        layout = several[source][int(str(node.args[1]))] if len(node.args) > 1 else None
-        return None if layout is None else Divided(layout, {})
-    if (rule := rule_of(node.target)) is None:
-        return None
-    own = {each: layouts[each] for each in node.all_input_nodes if each in layouts}
-    if not own and node.target not in _WEIGHTS:
+    """Find how members compute ``node``. Nodes before it are ``divided``."""
+    own: dict[fx.Node, ChannelLayout] = {}
+    for each in node.all_input_nodes:
+        layout = layout_of(each, divided)
+        if isinstance(layout, tuple):  # of several outputs, of which this takes one
+            its = layout[int(str(node.args[1]))] if len(node.args) > 1 else None
+            return None if its is None else Divided(its)
+        if layout is not None:
+            own[each] = layout
+    if (rule := rule_of(node.target)) is None or not (own or node.target in _WEIGHTS):
         return None
     return rule(OperatorCall(node, node.target, node.args, node.kwargs, own, columns))
-
-
-def note_layouts(
-    node: fx.Node,
-    found: Divided | None,
-    layouts: dict[fx.Node, ChannelLayout],
-    several: dict[fx.Node, Sequence[ChannelLayout | None]],
-) -> None:
-    """Record the layout of the output of ``node``."""
-    if found is None or found.adds:
-        return
-    if isinstance(found.layout, tuple):
-        several[node] = found.layout
-    else:
-        layouts[node] = found.layout
