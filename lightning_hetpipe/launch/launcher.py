@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost, say
@@ -31,7 +32,7 @@ from lightning_hetpipe.launch.ends import (
 )
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
-from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, is_fit, with_checkpoint
+from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, with_checkpoint
 from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed, Refusal, RemoteFault
 
 T = TypeVar("T")
@@ -171,7 +172,8 @@ class Launcher(BaseLauncher):
         try:
             if launch is not None:
                 launch.children.watch(self.on_end)
-            if is_fit(function, trainer) and (checkpoint := self.resumed_from()) is not None:
+            fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+            if fits and (checkpoint := self.resumed_from()) is not None:
                 args, kwargs = with_checkpoint(function, args, kwargs, checkpoint)
             return function(*args, **kwargs)
         except TunerExit:  # lr_find ends a successful fit by this
