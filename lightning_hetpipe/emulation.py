@@ -93,10 +93,6 @@ class Emulation:
         """Return the pad of ``stage`` for a stage in another process, or None."""
         return self._pads[stage] if stage < len(self._pads) else None
 
-    def mirror(self, stage: int, padded: Padded) -> None:
-        """Take over the record of ``stage``, which is emulated in another process."""
-        self.stages[stage] = padded
-
     def __call__(self, stage: int, work: str, minibatch: int) -> Callable[[], None]:
         """Begin a pass, and return a function that sleeps until the pass is over.
 

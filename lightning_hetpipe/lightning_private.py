@@ -28,7 +28,6 @@ If Lightning, or torch for it, does not have a name, each failure is an ImportEr
   average weights.
 - ``_optimizer_step_post_hooks``: each optimizer is taken for one without hooks. Then ``weights='auto'`` is ``'stash'``,
   and settings that need hooks are refused.
-- ``_fit_impl``: a fit that is started again does not resume from its own checkpoint, and no error says so.
 """
 
 from __future__ import annotations
@@ -170,13 +169,10 @@ def saves_by_steps(callback: Any) -> bool:
     return isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0
 
 
-def saving_interval(callback: ModelCheckpoint) -> int:
-    """Return ``every_n_train_steps`` of ``callback``."""
-    return callback._every_n_train_steps
-
-
-def set_saving_interval(callback: ModelCheckpoint, steps: int) -> None:
-    callback._every_n_train_steps = steps
+def change_saving_intervals(trainer: L.Trainer, changed: Callable[[int], int]) -> None:
+    """Replace each ``every_n_train_steps`` of the ModelCheckpoints of ``trainer`` by what ``changed`` makes of it."""
+    for callback in filter(saves_by_steps, callbacks_of(trainer, ModelCheckpoint)):
+        callback._every_n_train_steps = changed(callback._every_n_train_steps)
 
 
 def on_monitor_candidates(callback: ModelCheckpoint, handler: Callable[..., Any]) -> Redirect:
@@ -189,14 +185,6 @@ def asks_at_every_step(callback: Any) -> bool:
     if isinstance(callback, Timer):
         return callback.time_remaining() is not None and callback._interval == "step"
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
-
-
-def is_fitting(module: L.LightningModule | None) -> bool:
-    """Return True if ``module`` is in a fit. It may be attached to no Trainer."""
-    try:
-        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
-    except RuntimeError:  # it is attached to none
-        return False
 
 
 Counters = tuple[int, int, int]
@@ -376,11 +364,6 @@ def _limited(before: int | float, loader: Any, most: int | float) -> int | float
     return max(1 if before else 0, int(len(loader) * most))  # none would leave this one out of the validation
 
 
-def log_interval(trainer: L.Trainer) -> int:
-    """Return ``Trainer(log_every_n_steps)``, an attribute that the Trainer does not declare."""
-    return int(getattr(trainer, "log_every_n_steps", 0))
-
-
 def with_workers(
     fetcher: _DataFetcher, waiting: Callable[[], AbstractContextManager[Any]], starting: Callable[[], None]
 ) -> list[Redirect]:
@@ -417,11 +400,6 @@ def _open_around_waits(iterator: Any, waiting: Callable[[], AbstractContextManag
             return get(itself())
 
     vars(iterator)["_get_data"] = get_data
-
-
-def is_fit(function: Callable[..., Any], trainer: L.Trainer | None) -> bool:
-    """Return True if ``function``, which a launcher is to call, is the fit of ``trainer``."""
-    return function == getattr(trainer, "_fit_impl", None)
 
 
 def with_checkpoint(

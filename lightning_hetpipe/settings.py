@@ -59,14 +59,13 @@ def is_positive(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Length:
-    """Smallest and largest number of items. A text has no items."""
+    """Smallest number of items. A text has no items."""
 
     least: int = 1
-    most: float = sys.float_info.max
 
     def __call__(self, value: Any) -> bool:
         has_items = isinstance(value, Sequence | Mapping) and not isinstance(value, str)
-        return not has_items or self.least <= len(value) <= self.most
+        return not has_items or len(value) >= self.least
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,10 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def in_settings(message: str, config: DictConfig) -> str:
     """Replace each Python argument in ``message`` by its setting.
 
@@ -132,8 +136,7 @@ def _path(error: Exception, config: DictConfig) -> str | None:
 
 def _interpolation(error: OmegaConfBaseException) -> str:
     """Return the sentence for an unresolved interpolation, such as `${data.context}` of data without a context."""
-    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    key = str(error.full_key or "")
+    key, first = str(error.full_key or ""), first_line(error)
     return f"{key}: {first}; give {key}=..., or choose an experiment that has it" if key else first
 
 

@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from lightning_hetpipe.cli.attribution import first_line, one_line
 from lightning_hetpipe.cli.config_checks import unknown_at_top
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.errors import closest
@@ -28,7 +29,7 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
     Return Hydra's own text, unless it lacks the setting or the way out. ``error`` may be of any type: an OSError for a
     folder that cannot be made, YAML's error for a broken file.
     """
-    text, cause = " ".join(str(error).split()).replace("++", ""), error.__cause__  # `settled` adds "++"
+    text, cause = one_line(error).replace("++", ""), error.__cause__  # `settled` adds "++"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         near = closest(name, list(error.options))
@@ -37,15 +38,15 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
     if isinstance(error, OverrideParseException):
         override = error.override.replace("++", "")
         return (
-            f"{override} cannot be read; write section.key=value, in quotes where it has spaces ({_first_line(error)})."
+            f"{override} cannot be read; write section.key=value, in quotes where it has spaces ({first_line(error)})."
         )
     if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"{error.full_key}: {_first_line(error)}; give {error.full_key}=..."
+        return f"{error.full_key}: {first_line(error)}; give {error.full_key}=..."
     if isinstance(cause, ConfigKeyError) and "." in (cause.full_key or "") and cause.parent_node is not None:
         section, _, key = str(cause.full_key).rpartition(".")  # a key in a mapping on the command line
         return str(unknown(key, section, list(map(str, cause.parent_node))))
     if match := _MERGING.match(text):
-        reason = _first_line(cause or error)
+        reason = first_line(cause or error)
         if reason.startswith("Cannot merge"):
             reason = f"it would replace a whole section, which takes two: '~{match[2]}' '+{match[1]}'"
         return f"{match[1]} is refused: {reason}"
@@ -57,7 +58,7 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
             )
     with suppress(OverrideParseException):  # of an override that Hydra has not reached
         text = _wrong_override(error, arguments, program) or text
-    return text or type(error).__name__
+    return text
 
 
 def _wrong_override(error: BaseException, arguments: Sequence[str], program: ConsoleScript) -> str | None:
@@ -84,10 +85,6 @@ def _told_apart(arguments: Sequence[str]) -> list[tuple[str, bool]]:
     """Return each argument, and whether it is an override."""
     pairs = pairwise(["", *arguments])
     return [(each, OVERRIDE.match(each) is not None and before not in WITH_VALUE) for before, each in pairs]
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 # section.key=value without a prefix (+, ++, ~). hydra.* is Hydra's own.

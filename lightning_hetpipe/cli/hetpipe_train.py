@@ -13,7 +13,7 @@ from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.composition import planned
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import STRATEGY
+from lightning_hetpipe.cli.targets import STRATEGY, sections
 from lightning_hetpipe.launch import supervision
 from lightning_hetpipe.launch.command import quoted, this_program
 from lightning_hetpipe.strategy import relations
@@ -65,15 +65,9 @@ def _restarts(config: DictConfig) -> int:
     """Return the number of times that a run on one machine may be restarted. The run itself refuses other values."""
     if OmegaConf.select(config, "trainer.num_nodes") not in (None, 1):
         return 0
-    given = [section.get("restarts") for section in _wsp_sections(config)]
+    callbacks = [each for each in sections(config) if each.path == "strategy.wsp" or "callbacks." in each.path]
+    given = [each.values.get("restarts") for each in callbacks]
     return next((each for each in given if isinstance(each, int)), 0)
-
-
-def _wsp_sections(config: DictConfig) -> list[DictConfig]:
-    """List the sections that may set the synchronisation of virtual workers."""
-    callbacks = OmegaConf.select(config, "trainer.callbacks")
-    named = [*callbacks.values()] if isinstance(callbacks, DictConfig) else []
-    return [each for each in (OmegaConf.select(config, "strategy.wsp"), *named) if isinstance(each, DictConfig)]
 
 
 def _supervise(restarts: int) -> None:

@@ -40,11 +40,9 @@ def job(config: DictConfig) -> float | None:
     """Run, and end all processes that this job started, before the next job of a sweep begins."""
     try:
         outcome = run(config)
-    except launcher.WasLeftOut:
-        launcher.finish()  # if this is virtual worker 0, the others end as well, and may be saving the run
-        raise
-    except BaseException:
-        launcher.finish(failed=True)
+    except BaseException as error:
+        # If this is virtual worker 0 and was left out, the others end as well, and may be saving the run.
+        launcher.finish(failed=not isinstance(error, launcher.WasLeftOut))
         raise
     launcher.finish()
     return outcome

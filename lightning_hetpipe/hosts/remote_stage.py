@@ -259,7 +259,7 @@ class RemoteStage(Stage):
         self.memory.mirror(taken.memory)
         self.stream.mirror(taken.busy)
         if self.emulation is not None and taken.padded is not None:
-            self.emulation.mirror(self.index, taken.padded)
+            self.emulation.stages[self.index] = taken.padded
         found = FoundGradients()
         for number, each in taken.gradients.items():
             if isinstance(each, orders.SparseTensor):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost, say
@@ -24,7 +25,7 @@ from lightning_hetpipe.launch.ends import left_to_others, lost_workers, went_on_
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, is_fit, with_checkpoint
+from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, with_checkpoint
 from lightning_hetpipe.server.process.signals import INTERRUPTED, TERMINATED
 from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed, Refusal, RemoteFault
 
@@ -117,7 +118,8 @@ class Launcher(BaseLauncher):
         try:
             if launch is not None:
                 launch.watch(self.on_end)
-            if is_fit(function, trainer) and (checkpoint := self.resumed_from()) is not None:
+            fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+            if fits and (checkpoint := self.resumed_from()) is not None:
                 args, kwargs = with_checkpoint(function, args, kwargs, checkpoint)
             return function(*args, **kwargs)
         except TunerExit:  # lr_find ends a successful fit by this

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 from lightning_hetpipe.lightning_private import (
     average_on_host,
     evaluating_loop,
-    is_fitting,
     set_checkpoint_io,
     synchronises_batchnorm,
     wants_several_optimizers,
@@ -57,17 +57,9 @@ from lightning_hetpipe.workers.shared_data import InjectedRank
 T = TypeVar("T")
 
 
-class _SettingOf:
-    """Descriptor of a setting that the strategy's ``part`` has as its attribute ``name``."""
-
-    def __init__(self, part: str, name: str) -> None:
-        self._part, self._name = part, name
-
-    def __get__(self, strategy: HetPipeStrategy | None, owner: type | None = None) -> Any:
-        return self if strategy is None else getattr(getattr(strategy, self._part), self._name)
-
-    def __set__(self, strategy: HetPipeStrategy, value: Any) -> None:
-        setattr(getattr(strategy, self._part), self._name, value)
+def _setting_of(part: str, name: str) -> property:
+    """Make the property of a setting that the strategy's ``part`` has as its attribute ``name``."""
+    return property(attrgetter(f"{part}.{name}"), lambda self, value: setattr(getattr(self, part), name, value))
 
 
 class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
@@ -151,11 +143,11 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
     strategy_name = "hetpipe"
 
-    virtual_workers, wsp = _SettingOf("_workers", "asked"), _SettingOf("_workers", "wsp")
-    timeout, stage_hosts = _SettingOf("_workers", "timeout"), _SettingOf("_workers", "hosts")
-    plan, cluster = _SettingOf("_workers", "plan"), _SettingOf("_workers", "cluster")
-    in_flight, split = _SettingOf("_devices", "in_flight"), _SettingOf("_devices", "split")
-    recompute, compile = _SettingOf("_devices", "recompute"), _SettingOf("_devices", "compile")
+    virtual_workers, wsp = _setting_of("_workers", "asked"), _setting_of("_workers", "wsp")
+    timeout, stage_hosts = _setting_of("_workers", "timeout"), _setting_of("_workers", "hosts")
+    plan, cluster = _setting_of("_workers", "plan"), _setting_of("_workers", "cluster")
+    in_flight, split = _setting_of("_devices", "in_flight"), _setting_of("_devices", "split")
+    recompute, compile = _setting_of("_devices", "recompute"), _setting_of("_devices", "compile")
 
     def _take(self, arguments: Mapping[str, Any]) -> None:
         given = read(HetPipeStrategy, arguments)
@@ -421,7 +413,9 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         native = partial(super().load_checkpoint, checkpoint_path, weights_only)
-        return self._checkpoints.load(checkpoint_path, native, is_fitting(self.lightning_module))
+        module = self.lightning_module
+        resuming = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        return self._checkpoints.load(checkpoint_path, native, resuming)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

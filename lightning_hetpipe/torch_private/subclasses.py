@@ -3,9 +3,7 @@
 If torch does not have a name:
 
 - ``_foreach_utils``: this module cannot be imported.
-- ``_foreach_supported_types``, ``_make_wrapper_subclass``, ``_C``, ``_swap_tensor_impl``, ``_backward_hooks``: a
-  stage's weights cannot be put at another host.
-- ``_post_accumulate_grad_hooks``: these hooks may change their tensors when two are exchanged, and no error says so.
+- ``_foreach_supported_types``, ``_make_wrapper_subclass``: a stage's weights cannot be put at another host.
 """
 
 from __future__ import annotations
@@ -18,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
+
+from lightning_hetpipe.torch_private.tensors import exchange_memory
 
 T = TypeVar("T", bound=Tensor)
 
@@ -57,11 +57,6 @@ def exchange(one: Tensor, other: Tensor) -> None:
     ``torch.utils.swap_tensors`` refuses tensors with weak references or with a live graph. Here such a graph keeps
     meaning the tensor from which it was made.
     """
-    pair: list[Any] = [one, other]  # torch has no types here
-    hooks = [(each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in pair]
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    torch._C._swap_tensor_impl(one, other)
-    for each, (before, after) in zip(pair, hooks, strict=True):
-        each._backward_hooks = before
-        each._post_accumulate_grad_hooks = after
+    exchange_memory(one, other)

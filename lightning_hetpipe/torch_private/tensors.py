@@ -12,7 +12,8 @@ If torch does not have a name:
 - ``_unsafe_preserve_version_counter``, ``_base``: training fails if user code changes tensors in place that
   pipelined modules use, too.
 - ``_C``, ``_functorch``: training fails at the first tensor that user code computes with.
-- ``_swap_tensor_impl``: a model that is made on meta cannot be given memory.
+- ``_swap_tensor_impl``: a model that is made on meta cannot be given memory, and a stage's weights cannot be put at
+  another host.
 - ``_construct_storage_from_data_pointer``: modules with inputs or weights on several devices cannot be captured.
 - ``_foreach_norm``: gradient clipping over several devices fails.
 - ``_indices``, ``_values``: sparse gradients fail on accelerators and at other hosts.
@@ -104,11 +105,17 @@ def give_memory(tensor: Tensor, device: str = "cpu", memory: Tensor | None = Non
     else:
         made = torch.empty_like(tensor, device=device, requires_grad=False) if memory is None else memory.detach()
         made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
-    torch._C._swap_tensor_impl(tensor, made)
-    kept: Any = tensor  # torch has no types here
-    kept._backward_hooks, kept._post_accumulate_grad_hooks = hooks
+    exchange_memory(tensor, made)
     return made  # type: ignore[no-any-return]
+
+
+def exchange_memory(one: Tensor, other: Tensor) -> None:
+    """Exchange memory and autograd's state of two tensors. Hooks stay with the objects."""
+    pair: list[Any] = [one, other]  # torch has no types here
+    hooks = [(each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in pair]
+    torch._C._swap_tensor_impl(one, other)
+    for each, (before, after) in zip(pair, hooks, strict=True):
+        each._backward_hooks, each._post_accumulate_grad_hooks = before, after
 
 
 def without_memory(like: Tensor, device: torch.device) -> Tensor:

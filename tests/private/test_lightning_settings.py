@@ -33,18 +33,6 @@ def test_synchronised_batchnorm() -> None:
     assert asked == [False, True], "sync_batchnorm=True would be dropped silently"
 
 
-@guards()
-def test_whether_a_module_is_in_a_fit() -> None:
-    class Asking(Learner):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            asked.append(of_lightning.is_fitting(self))
-            return super().training_step(batch, batch_idx)
-
-    asked = [of_lightning.is_fitting(None), of_lightning.is_fitting(Asking())]
-    quiet_trainer("auto").fit(Asking(), batches(1))
-    assert asked == [False, False, True], "a resumed virtual worker would not take its own state"
-
-
 @guards("_average_model")
 def test_averages() -> None:
     averaging = EMAWeightAveraging()
@@ -80,12 +68,6 @@ def test_several_optimizers() -> None:
     with pytest.raises(RuntimeError) as raised:
         quiet_trainer("auto").fit(Two(), batches(1))
     assert of_lightning.wants_several_optimizers(raised.value), "users would be advised manual optimization"
-
-
-@guards("log_every_n_steps")
-def test_the_log_interval() -> None:
-    trainer = quiet_trainer("auto", log_every_n_steps=7)
-    assert of_lightning.log_interval(trainer) == 7, "metrics would not keep to the Trainer's interval"
 
 
 @guards("_Launcher")

@@ -14,11 +14,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hetpipe.lightning_private import (
     begun_minibatches,
+    callbacks_of,
+    change_saving_intervals,
     is_last_batch,
     on_monitor_candidates,
-    saves_by_steps,
-    saving_interval,
-    set_saving_interval,
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.rules.waves import common_waves, covered
@@ -74,20 +73,14 @@ class Intervals:
         self._trainer = trainer
         self._synchroniser = synchroniser
         self._epochs: dict[int, Epoch] = {}  # of virtual workers that are there
-        callbacks: list[Any] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-        self._savers = [callback for callback in callbacks if saves_by_steps(callback)]
-        for callback in self._savers:
-            set_saving_interval(callback, Interval.of(saving_interval(callback), self._saves))
+        change_saving_intervals(trainer, lambda interval: Interval.of(interval, self._saves))
         self._checks: int | None = None
         self._redirects = [
-            on_monitor_candidates(callback, self._name)
-            for callback in callbacks
-            if isinstance(callback, ModelCheckpoint)
+            on_monitor_candidates(callback, self._name) for callback in callbacks_of(trainer, ModelCheckpoint)
         ]
 
     def close(self) -> None:
-        for callback in self._savers:
-            set_saving_interval(callback, int(saving_interval(callback)))
+        change_saving_intervals(self._trainer, int)
         for redirect in self._redirects:
             redirect.remove()
         if isinstance(self._trainer.val_check_batch, Interval):

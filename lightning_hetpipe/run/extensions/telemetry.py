@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_hetpipe.lightning_private import begun_minibatches, log_interval
+from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
@@ -70,7 +70,7 @@ class Telemetry(Metered):
 
     def _log(self, number: int) -> None:
         """Log the metrics after minibatch ``number``, at the Trainer's interval, once a minibatch was counted."""
-        every = log_interval(self.trainer)
+        every: int = getattr(self.trainer, "log_every_n_steps", 0)  # set by a connector, without declaring it
         if not every or number % every or number == self._logged or not self.meter.minibatches:
             return
         self._logged = number

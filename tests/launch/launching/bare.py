@@ -30,6 +30,8 @@ for _name in (
     "lightning.fabric.plugins",
     "lightning.fabric.plugins.environments",
     "lightning.pytorch",
+    "lightning.pytorch.trainer",
+    "lightning.pytorch.trainer.states",
     "lightning.pytorch.utilities",
     "lightning.pytorch.utilities.exceptions",
     "lightning.pytorch.utilities.rank_zero",
@@ -37,7 +39,6 @@ for _name in (
 ):
     sys.modules[_name] = _Stub(_name)
     sys.modules[_name].__path__ = []
-vars(sys.modules["lightning_hetpipe.lightning_private"])["is_fit"] = lambda function, trainer: False
 _package = ModuleType("lightning_hetpipe")
 _package.__path__ = [str(ROOT / "lightning_hetpipe")]
 sys.modules["lightning_hetpipe"] = _package
