@@ -19,7 +19,7 @@ Heard = SimpleQueue[str]
 
 @pytest.fixture(autouse=True)
 def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
-    """What supervisors say. They look often, and restart at once."""
+    """Queue of the sentences of supervisors, which look often and restart at once."""
     heard, known = Heard(), pause
 
     def no_pause(ends: Sequence[float], now: float) -> float | None:
