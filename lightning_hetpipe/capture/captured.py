@@ -183,7 +183,7 @@ class Captured:
             lifted = [(own_name(path), address_of(each)) for path, each in taken.items() if path not in live]
             code = graph_layer(layer).code
             code.named.update((name, names[place]) for name, place in lifted if place in names)
-            code.add_graph(part.graph, own, part.changes)
+            code.add(part.graph, own, part.changes)
         self._variants.append(variant)
 
     def _inputs(

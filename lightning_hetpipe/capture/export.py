@@ -32,6 +32,7 @@ from lightning_hetpipe.capture.prepared_modules import without_checkpoints
 from lightning_hetpipe.capture.variant import Answers, DataChecks, Decisions, Undecidable
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.torch_private.graphs import traced_as_called
+from lightning_hetpipe.torch_private.modes import replaced
 from lightning_hetpipe.torch_private.modules import without_hooks
 from lightning_hetpipe.torch_private.tensors import pytree
 
@@ -267,7 +268,6 @@ def _as_one_call(
     """
 
     held, forward = vars(module), module.forward
-    before = held.get("forward")
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -284,14 +284,8 @@ def _as_one_call(
         finally:
             held["forward"] = call
 
-    held["forward"] = call
-    try:
+    with replaced([(module, "forward", call)]):
         yield
-    finally:
-        if before is None:
-            del held["forward"]
-        else:
-            held["forward"] = before
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from lightning_hetpipe.capture.contents import (
     same_objects,
 )
 from lightning_hetpipe.capture.pieces import Piece, refuse_hooks
+from lightning_hetpipe.capture.reached_values import ReachedValues
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.torch_private.modules import contents, has_hooks
-from lightning_hetpipe.torch_private.tensors import version_counter
 
 
 class Fingerprint:
@@ -28,10 +28,10 @@ class Fingerprint:
 
     def take(self) -> None:
         """Take the layers as they are now."""
-        self._seen = list(self._now())
         self._modules = [module for piece in self.pieces for module in piece.module.modules()]
-        self._beside = list(self._found_beside())
-        self._contents = self._held()
+        self._seen = self._now()
+        self._contents = [*map(contents, self._modules)]
+        self._beside = self._found_beside().now()
         self._parameters = [_parameters(piece) for piece in self.pieces]
 
     def with_own_parameters(self, piece: int) -> bool:
@@ -40,42 +40,26 @@ class Fingerprint:
 
     def changed(self) -> str | None:
         """Return the name of what has changed since :meth:`take`, or None."""
-        held = self._held()
+        if (difference := next(self._beside.differences(), None)) is not None:
+            return difference.path
+        held = [*map(contents, self._modules)]
         if all(map(same_objects, held, self._contents)):
             return None
-        for (path, thing), one, other in zip(self._beside, held, self._contents, strict=False):
-            if not same_objects(one, other):
-                return path if isinstance(thing, Tensor) else f"{path}.{_different(thing, one, other)}"
-        now = list(self._now())
-        for (path, *parts, attributes), (_, *parts_before, attributes_before) in zip(now, self._seen, strict=False):
-            if parts != parts_before:
-                return str(path)
-            if name := changed_attribute(attributes_before, attributes):
-                return f"{path}.{name}"
-        if len(now) != len(self._seen):
-            return self.pieces[-1].name
-        self._contents = held  # other objects, which are equal
-        return None
+        if (name := changed_attribute(self._seen, self._now())) is None:
+            self._contents = held  # other objects, which are equal
+        return name
 
-    def _held(self) -> list[tuple[Any, ...]]:
-        """Return objects that show a change and compare fast, first of things beside the modules, then of modules."""
-        beside = [
-            (_SMALL.setdefault(version_counter(thing), version_counter(thing)),)
-            if isinstance(thing, Tensor)
-            else (*vars(thing), *vars(thing).values())
-            for _, thing in self._beside
-        ]
-        return beside + [contents(module) for module in self._modules]
-
-    def _found_beside(self) -> Iterator[tuple[str, Any]]:
-        """Yield tensors and objects (configurations) in plain attributes, which may be changed in place."""
-        seen: set[int] = set()
-        for piece in self.pieces:
-            for name, module in piece.module.named_modules():
-                for attribute, value in plain_attributes(module).items():
-                    if id(value) not in seen and (isinstance(value, Tensor) or _is_plain_object(value)):
-                        seen.add(id(value))
-                        yield ".".join(part for part in (piece.name, name, attribute) if part), value
+    def _found_beside(self) -> ReachedValues:
+        """Return tensors and objects (configurations) in plain attributes, which may be changed in place."""
+        found = ReachedValues((), ())
+        for path, _, module in self._parts():
+            for attribute, value in plain_attributes(module).items():
+                if isinstance(value, Tensor):
+                    found.value(f"{path}.{attribute}", value)
+                elif _is_plain_object(value):
+                    found.attributes(f"{path}.{attribute}", value)
+        found.follow()
+        return found
 
     def modes(self) -> list[bool]:
         """Return the modes of all modules: True for training."""
@@ -85,12 +69,7 @@ class Fingerprint:
         """Return the name of a module whose mode differs from ``modes``, or None."""
         for module, training in zip(self._modules, modes, strict=True):
             if module.training is not training:
-                return next(
-                    f"{piece.name}.{name}" if name else piece.name
-                    for piece in self.pieces
-                    for name, part in piece.module.named_modules()
-                    if part is module
-                )
+                return next(path for path, _, part in self._parts() if part is module)
         return None
 
     def follow(self) -> None:
@@ -113,21 +92,25 @@ class Fingerprint:
                     " shown the pipeline what there is; do it before fit, or in setup or configure_model"
                 )
 
-    def _now(self) -> Iterator[tuple[Any, ...]]:
+    def _parts(self) -> Iterator[tuple[str, Piece, nn.Module]]:
+        """Yield the path of each module, its piece, and the module."""
         for piece in self.pieces:
-            for name, module in piece.module.named_modules(remove_duplicate=False):
-                parameters = [(key, id(value)) for key, value in module.named_parameters(recurse=False)]
-                buffers = [key for key, _ in module.named_buffers(recurse=False)]  # exchanged ones are read anew
-                graph = None
-                if piece.captured is not None:  # which holds these tensors, and has been made for this mode
-                    graph = (module.training, [id(buffer) for buffer in module.buffers(recurse=False)])
-                hooks = module is not piece.module and has_hooks(module)
-                path = f"{piece.name}.{name}" if name else piece.name
-                yield path, id(module), parameters, buffers, hooks, graph, attributes_with_contents(module)
+            for path, module in piece.module.named_modules(prefix=piece.name, remove_duplicate=False):
+                yield path, piece, module
 
-
-_SMALL: dict[int, int] = {}
-"""One object for each number, so that counters can be compared by identity."""
+    def _now(self) -> dict[str, Any]:
+        """Return the present form of each module, and its plain attributes, by their paths."""
+        found: dict[str, Any] = {}
+        for path, piece, module in self._parts():
+            parameters = [(key, id(value)) for key, value in module.named_parameters(recurse=False)]
+            buffers = [key for key, _ in module.named_buffers(recurse=False)]  # exchanged ones are read anew
+            graph: tuple[Any, ...] = ()
+            if piece.captured is not None:  # which holds these tensors, and has been made for this mode
+                graph = (module.training, *map(id, module.buffers(recurse=False)))
+            hooks = module is not piece.module and has_hooks(module)
+            found[path] = (id(module), *parameters, *buffers, hooks, *graph)
+            found |= {f"{path}.{name}": value for name, value in attributes_with_contents(module).items()}
+        return found
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -136,12 +119,6 @@ def _is_plain_object(value: Any) -> bool:
     if isinstance(value, nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
         return False
     return kind.__module__.partition(".")[0] not in ("torch", "builtins", "lightning", "lightning_hetpipe", "enum")
-
-
-def _different(thing: Any, one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    """Name the first attribute of ``thing`` in which two of its states differ."""
-    now, before = (dict(zip(state[: len(state) // 2], state[len(state) // 2 :], strict=True)) for state in (one, other))
-    return next((name for name in (*now, *before) if now.get(name, thing) is not before.get(name, thing)), "attributes")
 
 
 def _parameters(piece: Piece) -> list[int]:

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -51,7 +51,7 @@ class FrozenValues:
         If another profiler runs in this thread, record nothing, and warn. Contexts may be nested.
         """
         outer, self.noticed = sys.getprofile(), NoticedCalls()  # calls of an evaluation are not those of a minibatch
-        if outer is not None and not isinstance(outer, _Called):
+        if outer is not None and not isinstance(outer, NoticedCalls):
             warnings.warn(
                 f"another profiler of Python ({type(outer).__name__}) runs, so that side effects of"
                 f" {type(self._module).__name__}.forward and changes of what it reads outside the module may go"
@@ -60,18 +60,19 @@ class FrozenValues:
             )
             yield
             return
-        called, collects = _Called(self.noticed), gc.isenabled()
+        noticed, collects = self.noticed, gc.isenabled()
         gc.disable()  # what it calls is no part of forward: finalisers, and gc.callbacks that keep times
-        sys.setprofile(called)
+        sys.setprofile(noticed)
         try:
             yield
         finally:
             sys.setprofile(outer)
             if collects:
                 gc.enable()
+            called, noticed.functions = noticed.functions, {}
             if outer is not None:
-                outer.update(called)
-                outer.noticed.update(self.noticed)
+                outer.update(noticed)
+                outer.functions.update(called)
             self.checkpoints |= any(code.co_filename == checkpoint.__file__ for code, _ in called)
             new = {
                 key: names
@@ -150,21 +151,3 @@ def _functions(called: Mapping[tuple[CodeType, int], Mapping[str, Any]]) -> Iter
     for function in gc.get_referrers(*unknown.values()) if unknown else ():
         if isinstance(function, FunctionType) and id(function.__code__) in unknown:
             yield function
-
-
-class _Called(dict[tuple[CodeType, int], dict[str, Any]]):
-    """Profiler that records the called functions: their codes with their globals.
-
-    Code alone is not enough, because functions of two files with equal lines have equal codes.
-    """
-
-    def __init__(self, noticed: NoticedCalls) -> None:
-        super().__init__()
-        self.noticed = noticed
-
-    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
-        if event == "call":
-            self.setdefault((frame.f_code, id(frame.f_globals)), frame.f_globals)
-            self.noticed.call(frame)
-        elif event == "c_call":
-            self.noticed.c_call(frame, called)

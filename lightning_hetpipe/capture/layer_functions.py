@@ -25,8 +25,8 @@ class LayerFunction:
     Attributes:
         call: Name of its group.
         name: Path in the LightningModule. A second layer of this path has the mark ":2".
-        part, block: Paths of the layer, and of the block to which it belongs.
-        kind: Class of the module at ``part``.
+        block: Path of the block to which it belongs.
+        kind: Class of the module at its path.
         own: Paths of the tensors (or regions of the graph) that it takes.
         changes: Paths of the tensors that it changes in place.
         graph: What it computes.
@@ -34,7 +34,6 @@ class LayerFunction:
 
     call: str | None
     name: str
-    part: str
     block: str
     kind: str
     own: Sequence[str]
@@ -78,7 +77,6 @@ def parts(
             LayerFunction(
                 call=group.call,
                 name=path if names[path] == 1 else f"{path}:{names[path]}",
-                part=group.part,
                 block=group.block,
                 kind=type(modules[group.part]).__name__,
                 own=maker.own,

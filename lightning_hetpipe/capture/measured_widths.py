@@ -21,7 +21,6 @@ from lightning_hetpipe.pipeline.split.rewriting import divided_layers, split_gra
 from lightning_hetpipe.pipeline.split.split_segment import part
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
-from lightning_hetpipe.pipeline.values import gradients
 from lightning_hetpipe.planning.model.profile import LayerWidths, Times, Width
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 
@@ -103,20 +102,14 @@ def _widths(layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], units: Ma
 
 
 def _member_times(benchmark: Microbenchmark, graph: fx.GraphModule, leaves: Sequence[Any]) -> Times:
+    fresh = [each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each for each in leaves]
+    began = time.perf_counter()
     with torch.enable_grad(), benchmark.opened():
-        fresh = [
-            each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each for each in leaves
-        ]
-        began = time.perf_counter()
         outputs = graph(*fresh)
         benchmark.wait()
-        turned = time.perf_counter()
-        ones = [torch.ones_like(each) if each.is_floating_point() else None for each in outputs]
-        wanted = [each for each in fresh if isinstance(each, Tensor) and each.requires_grad]
-        started = time.perf_counter()
-        gradients(outputs, ones, wanted)
-        benchmark.wait()
-        return Times(turned - began, time.perf_counter() - started)
+    turned = time.perf_counter()
+    benchmark.backward([each for each in fresh if isinstance(each, Tensor) and each.requires_grad], outputs)
+    return Times(turned - began, time.perf_counter() - turned)
 
 
 def _values(benchmark: Microbenchmark, joined: JoinedGraph) -> dict[fx.Node, Any]:

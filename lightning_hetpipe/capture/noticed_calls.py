@@ -88,9 +88,25 @@ _FORK = _code(torch.random.fork_rng)
 
 
 class NoticedCalls(dict[str, tuple[str, str]]):
-    """The first noticed call of each kind: its description, and the user's line that makes it."""
+    """Profiler that records the first noticed call of each kind: its description, and the user's line that makes it.
 
-    def call(self, frame: FrameType) -> None:
+    Attributes:
+        functions: The called functions: their codes with their globals. Code alone is not enough, because functions of
+            two files with equal lines have equal codes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: dict[tuple[CodeType, int], dict[str, Any]] = {}
+
+    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
+        if event == "call":
+            self.functions.setdefault((frame.f_code, id(frame.f_globals)), frame.f_globals)
+            self._check(frame)
+        elif event == "c_call":
+            self._check_c(frame, called)
+
+    def _check(self, frame: FrameType) -> None:
         """Check the function that begins in ``frame``."""
         found = _CALLS.get(frame.f_code)
         if found is None or found[0] in self:
@@ -102,7 +118,7 @@ class NoticedCalls(dict[str, tuple[str, str]]):
             return  # what checkpoints do for themselves is known (`FrozenValues.checkpoints`)
         self[found[0]] = (found[1], _users_line(caller))
 
-    def c_call(self, frame: FrameType, function: Any) -> None:
+    def _check_c(self, frame: FrameType, function: Any) -> None:
         """Check ``function``, which is written in C and called in ``frame``."""
         if torch.compiler.is_dynamo_compiling():  # torch 2.11 traces profilers, and fails at such names
             return

@@ -192,6 +192,13 @@ class ReachedValues:
         while self._pending:
             self._follow(*self._pending.popleft())
 
+    def attributes(self, path: str, value: Any) -> None:
+        """Watch all attributes of the object ``value``, but not their contents."""
+        if id(value) not in self._seen:
+            self._seen.add(id(value))
+            held = vars(value)
+            self._add(path, functools.partial(items_of, held), [*held, *held])
+
     def function(self, function: FunctionType) -> None:
         """Watch the closure, the defaults and the attributes of ``function``."""
         of = function.__qualname__

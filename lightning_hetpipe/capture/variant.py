@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -45,18 +44,25 @@ _TORCH = Path(torch.__file__).parent
 _BETWEEN = tuple(str(_TORCH / name) for name in ("overrides.py", "_ops.py", "utils/_python_dispatch.py", "_tensor.py"))
 
 
-class SeenAnswers:
+class SeenAnswers(ThreadDispatchMode):
     """Answers that the module got when it last ran in Python, by the line of code that asked."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
+        super().__init__()
         self._found: dict[_Place, list[bool]] = {}
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Context manager that records the answers that the module gets, in place of earlier answers."""
+    def noted(self) -> Self:
+        """Return a context manager that records the answers that the module gets, in place of earlier answers."""
         self._found.clear()
-        with _Noting(self._found):
-            yield
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, bool) and func is READ_VALUE:
+            self._found.setdefault(_place(sys._getframe()), []).append(result)
+        return result
 
     def at(self, place: _Place, ordinal: int) -> bool:
         """Return the answer when the line at ``place`` asked for the ``ordinal``-th time.
@@ -68,20 +74,6 @@ class SeenAnswers:
     def count(self, place: _Place) -> int:
         """Return how often the line was seen to ask."""
         return len(self._found.get(place, []))
-
-
-class _Noting(ThreadDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, found: dict[_Place, list[bool]]) -> None:
-        super().__init__()
-        self._found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, bool) and func is READ_VALUE:
-            self._found.setdefault(_place(sys._getframe()), []).append(result)
-        return result
 
 
 class Decisions(TorchFunctionMode):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
 
 from lightning_hetpipe.pipeline.graph_layer import Code, GraphLayer, LayerGraph, here, own_path
 from lightning_hetpipe.pipeline.plain_code import NotPlain
@@ -131,8 +130,7 @@ def add_variants(layers: Sequence[Layer], data: Sequence[Any]) -> None:
 
 def _code(layer: Layer) -> Code:
     module = layer.module
-    # In this order, because another thread may be adding a variant, whose graph is there first.
-    if not isinstance(module, GraphLayer) or len(module.code.variants) > len(module.code.graphs):
+    if not isinstance(module, GraphLayer):
         raise NotPlain(f"layer '{layer.name}' is a {type(module).__name__}, which has no graph")
     return module.code
 
@@ -166,7 +164,7 @@ def _variants(code: Code, first: int) -> dict[str, Any]:
                 "regions": [_graph(region) for region in graph.regions],
                 "outputs": graph.outputs,
             }
-            for (_, own), graph in zip(code.variants[first:], code.graphs[first:], strict=False)
+            for graph, own, _ in code.variants[first:]
         ],
     }
 
@@ -176,7 +174,7 @@ def _add(code: Code, written: Mapping[str, Any]) -> None:
         graph = LayerGraph(
             _read_graph(each["graph"]), [_read_graph(region) for region in each["regions"]], each["outputs"]
         )
-        code.add_graph(graph, each["own"], written["changes"])
+        code.add(graph, each["own"], written["changes"])
 
 
 def _read_layer(written: Mapping[str, Any], tensors: list[Tensor], device: torch.device | None) -> Layer:
@@ -269,24 +267,17 @@ def _read_target(name: str) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """Return an argument as plain data: nodes, operators and values that look like them become dicts."""
-
-    def leaf(each: Any) -> Any:
-        if isinstance(each, fx.Node):
-            return {"node": each.name}
-        if isinstance(each, OperatorOverload):
-            return {"operator": _target(each)}
-        return each
-
-    return _plain(map_aggregate(value, leaf))
-
-
-def _plain(value: Any) -> Any:
-    """Return ``value`` in Python's own lists, tuples and dicts: a graph has its own."""
+    """Return an argument as plain data, in Python's own containers. Nodes and operators become dicts."""
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, OperatorOverload):
+        return {"operator": _target(value)}
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _written(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(_plain(each) for each in value)
+        return (list if isinstance(value, list) else tuple)(map(_written, value))
+    if isinstance(value, slice):
+        return slice(*map(_written, (value.start, value.stop, value.step)))
     return value
 
 

@@ -81,33 +81,31 @@ class Code:
     """Code that a layer and its copies run.
 
     Attributes:
-        variants: For each variant the function, and the names of the layer's tensors that it takes. A constant that
-            only this variant has is there itself.
+        variants: For each variant the graph, the names of the layer's tensors that it takes, and the function that runs
+            it. A constant that only this variant has is there itself.
         changes: Names of the buffers that a variant changes in place.
-        graphs: Graph of each variant that has a graph.
         named: Owners of tensors that the captured module does not hold, for messages.
     """
 
     def __init__(self) -> None:
-        self.variants: list[tuple[Run, Sequence[str | Tensor]]] = []
+        self.variants: list[tuple[LayerGraph, Sequence[str | Tensor], Run]] = []
         self.changes: set[str] = set()
-        self.graphs: list[LayerGraph] = []
         self.named: dict[str, str] = {}
 
     def clear(self) -> None:
         self.variants.clear()
         self.changes.clear()
-        self.graphs.clear()
 
-    def add_graph(self, graph: LayerGraph, own: Sequence[str | Tensor], changes: Sequence[str]) -> None:
+    @property
+    def graphs(self) -> list[LayerGraph]:
+        """The graph of each variant."""
+        return [graph for graph, *_ in self.variants]
+
+    def add(self, graph: LayerGraph, own: Sequence[str | Tensor], changes: Sequence[str]) -> None:
         """Add a variant. Paths are those in the captured module, and a tensor is a constant."""
-        self.graphs.append(graph)
-        self.add(graph.run(), own, changes)
-
-    def add(self, run: Run, own: Sequence[str | Tensor], changes: Sequence[str]) -> None:
-        """Add a variant that is a function."""
-        self.variants.append((run, [own_name(each) if isinstance(each, str) else each for each in own]))
         self.changes.update(own_name(path) for path in changes)
+        names = [own_name(each) if isinstance(each, str) else each for each in own]
+        self.variants.append((graph, names, graph.run()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -141,7 +139,7 @@ class GraphLayer(nn.Module):
         variant, *given = values
         if not torch.compiler.is_dynamo_compiling():  # the caller of compiled code sets the device
             _here.device = self.device
-        run, names = self.code.variants[variant]
+        _, names, run = self.code.variants[variant]
         own = [getattr(self, name) if isinstance(name, str) else name.to(self.device) for name in names]
         return run(variant, self.device, *own, *given)
 

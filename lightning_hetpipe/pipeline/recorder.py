@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
 from lightning_hetpipe.rules.schedule import EVALUATE, LIGHTNING, STEP, USER_CODE, Row, Span
 
 KEPT = 100
@@ -56,7 +57,7 @@ class Recorder:
 
     # Lightning's thread.
 
-    def began(self, minibatch: int, version: int) -> None:
+    def submitted(self, minibatch: int, version: int) -> None:
         """Record that ``minibatch``, the next one, was put in flight on the weights of ``version``."""
         if minibatch <= self._latest:  # Lightning has gone back, as after a search for a learning rate
             self.forget(after=minibatch - 1)
@@ -119,11 +120,11 @@ class Recorder:
             return self._steps.setdefault(minibatch, [])
         return self._steps.get(minibatch, [])
 
-    def around(self, before: BeforePass | None) -> BeforePass:
+    def passes(self, before: BeforePass | None) -> BeforePass:
         """Make the function that stages call before they compute: it records the pass, and calls ``before``."""
         add, clock = self.add, time.perf_counter
 
-        def passes(stage: int, work: str, minibatch: int) -> Callable[[], None]:
+        def begins(stage: int, work: str, minibatch: int) -> Callable[[], None]:
             start = clock()
             after = None if before is None else before(stage, work, minibatch)
 
@@ -134,11 +135,17 @@ class Recorder:
 
             return passed
 
-        return passes
+        return begins
 
-    def section(self, minibatch: int) -> RecordedSection:
+    def section(self, minibatch: int) -> UserSection:
         """Return the recorder of each section of the user code of ``minibatch``."""
-        return RecordedSection(self, minibatch)
+        start = 0.0
+
+        def begin() -> None:
+            nonlocal start
+            start = time.perf_counter()
+
+        return SectionBetween(begin, lambda: self.add(USER_CODE, "training_step", minibatch, start))
 
     # Whoever reads.
 
@@ -155,18 +162,3 @@ class Recorder:
     def versions(self) -> dict[int, int]:
         """Return the version that each minibatch of :meth:`spans` used."""
         return dict(self._versions)
-
-
-class RecordedSection:
-    """The sections of a minibatch's user code."""
-
-    def __init__(self, recorder: Recorder, minibatch: int) -> None:
-        self._recorder = recorder
-        self._minibatch = minibatch
-        self._start = 0.0
-
-    def enter(self) -> None:
-        self._start = time.perf_counter()
-
-    def leave(self, for_good: bool = False) -> None:
-        self._recorder.add(USER_CODE, "training_step", self._minibatch, self._start)

@@ -8,7 +8,6 @@ devices or processes.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,8 +34,8 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     loaded = module.load_state_dict(state, strict=strict)
     if empty := made.empty():
         missing = set(getattr(loaded, "missing_keys", state))  # if an override returns nothing: unchanged tensors
-        names = _names(module)
-        made.give_back([t for t in empty if all(name not in state or name in missing for name in names[id(t)])])
+        given = {id(tensor) for name, tensor in _named(module) if name in state and name not in missing}
+        made.give_back([tensor for tensor in empty if id(tensor) not in given])
     theirs = {address_of(t) for t in state.values() if _is_bare(t)} - {0, None}
     for tensor in _tensors(module):
         if _is_bare(tensor) and address_of(tensor) in theirs:
@@ -152,14 +151,6 @@ def _named(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tenso
 
 def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
     return [*module.parameters(recurse), *module.buffers(recurse)]
-
-
-def _names(module: nn.Module) -> dict[int, list[str]]:
-    """Map the id of each tensor of ``module`` to its names. Tied weights have several names."""
-    names = defaultdict(list)
-    for name, tensor in _named(module):
-        names[id(tensor)].append(name)
-    return names
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

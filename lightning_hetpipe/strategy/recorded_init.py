@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.threads import PerThread
 from lightning_hetpipe.torch_private.graphs import arguments_of, schema_of
 from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
 from lightning_hetpipe.torch_private.tensors import give_memory, pytree
@@ -41,21 +41,19 @@ def recorded() -> Iterator[None]:
     Everything else is made as usual: computed buffers, states of metrics, parameters that begin with values. Loading a
     checkpoint into a parameter on meta gives the parameter memory.
     """
-    if (outer := getattr(_inside, "construction", None)) is not None:
+    if (outer := _inside.get()) is not None:
         with _EmptyOnMeta(outer):
             yield
         return
-    try:
-        with warnings.catch_warnings(), _Construction() as _inside.construction, _EmptyOnMeta(_inside.construction):
-            warnings.filterwarnings(
-                "ignore", ".*copying from a non-meta parameter in the checkpoint to a meta", UserWarning
-            )
+    with warnings.catch_warnings(), _Construction() as construction, _inside.holding(construction):
+        warnings.filterwarnings(
+            "ignore", ".*copying from a non-meta parameter in the checkpoint to a meta", UserWarning
+        )
+        with _EmptyOnMeta(construction):
             yield
-    finally:
-        _inside.construction = None
 
 
-_inside = threading.local()
+_inside: PerThread[_Construction] = PerThread()
 
 
 def is_recorded(tensor: Tensor) -> bool:

@@ -39,7 +39,7 @@ class Sending:
         RemoteStage._send_variants(self._stage)
 
     def add(self, number: int) -> None:
-        self.layer.code.add_graph(graph(number), [], [])
+        self.layer.code.add(graph(number), [], [])
 
     def _tell(self, method: str, new: Any) -> None:
         for each in new[0]["graphs"]:
@@ -62,15 +62,3 @@ def test_each_is_sent_once_while_more_are_captured(monkeypatch: pytest.MonkeyPat
     sending.add(3)
     sending.send_variants()
     assert sending.sent == [1, 2, 3]
-
-
-def test_one_that_is_being_added_is_sent_later() -> None:
-    sending = Sending()
-    sending.add(1)
-    code = sending.layer.code
-    code.graphs.append(graph(2))  # the first half of adding it
-    sending.send_variants()
-    assert sending.sent == [1]
-    code.add(code.graphs[2].run(), [], [])
-    sending.send_variants()
-    assert sending.sent == [1, 2]

@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_hetpipe.pipeline import graph_layer
-from lightning_hetpipe.pipeline.graph_layer import GraphLayer, here
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer, LayerGraph, here
 from tests.support.accelerator import NAME
 
 PATHS = ["take", "held", "code", "device", "training", "forward", "register_buffer", "_parameters", "block.0.weight"]
 
 
-def doubling(variant: int, device: torch.device, own: Tensor, given: Tensor) -> Any:
-    return (variant, given * own * 2)
+def doubling(device: torch.device, own: Tensor, given: Tensor) -> Any:
+    return (given * own * 2,)
 
 
 def layer_of(path: str, tensor: Tensor) -> GraphLayer:
     layer = GraphLayer(torch.device("cpu"))
     layer.take({path: tensor})
-    layer.code.add(doubling, [path], [path])
+    layer.code.add(LayerGraph(fx.symbolic_trace(doubling), []), [path], [path])
     return layer
 
 

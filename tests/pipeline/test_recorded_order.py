@@ -81,18 +81,18 @@ def test_a_run_has_the_simulations_order(stages: int, in_flight: int) -> None:
     conductor = Conductor([(int(span.row), span.work, span.minibatch) for span in ends], wanted)
 
     recorder = Recorder(Window())
-    line = Line(mlp(4), cuts=range(0, 4, 4 // stages), in_flight=in_flight, before_pass=recorder.around(conductor))
+    line = Line(mlp(4), cuts=range(0, 4, 4 // stages), in_flight=in_flight, before_pass=recorder.passes(conductor))
     for stage in line.engine.stages:
         conductor.watch(stage)
     with line.running() as engine:
         for minibatch in range(1, min(in_flight, count) + 1):
-            recorder.began(minibatch, 0)
+            recorder.submitted(minibatch, 0)
             engine.submit(minibatch, line.plain())
         for minibatch in range(1, count + 1):
             engine.finish(minibatch)
             engine.publish(minibatch)
             if minibatch + in_flight <= count:
-                recorder.began(minibatch + in_flight, minibatch)
+                recorder.submitted(minibatch + in_flight, minibatch)
                 engine.submit(minibatch + in_flight, line.plain())
 
     measured = recorder.spans()

@@ -31,14 +31,14 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
 
 
 def passed(recorder: Recorder, stage: int, work: str, minibatch: int) -> None:
-    after = recorder.around(None)(stage, work, minibatch)
+    after = recorder.passes(None)(stage, work, minibatch)
     assert after is not None
     after()
 
 
 def train(recorder: Recorder, minibatches: range) -> None:
     for minibatch in minibatches:
-        recorder.began(minibatch, max(0, minibatch - 3))
+        recorder.submitted(minibatch, max(0, minibatch - 3))
         for stage, work in ((0, "forward"), (1, "forward"), (1, "loss"), (1, "backward"), (0, "backward")):
             passed(recorder, stage, work, minibatch)
 
@@ -70,8 +70,8 @@ def test_what_stages_call_besides_is_within_the_span(ticking: Ticking) -> None:
         ticking.now += 10.0
 
     recorder = Recorder(Window())
-    recorder.began(1, 0)
-    after = recorder.around(before)(0, "forward", 1)
+    recorder.submitted(1, 0)
+    after = recorder.passes(before)(0, "forward", 1)
     assert after is not None
     after()
     assert called == [(0, "forward", 1)]
@@ -140,14 +140,14 @@ def test_a_batch_is_fetched_before_its_minibatch_begins() -> None:
     recorder.leave()
     recorder.enter("fetch", 4)  # there is none: the epoch is over
     recorder.leave()
-    recorder.began(3, 0)
+    recorder.submitted(3, 0)
     assert [(span.work, span.minibatch) for span in recorder.spans() if span.row == LIGHTNING] == [("fetch", 3)]
 
 
 def test_lightnings_thread_does_one_thing_at_a_time() -> None:
     """Its step goes on until it does something for us; and one section may come within another."""
     recorder = Recorder(Window())
-    recorder.began(2, 0)
+    recorder.submitted(2, 0)
     recorder.enter("wait_for_minibatch", 2)
     recorder.leave(then_step=True)
     recorder.enter("evaluation", 2)
@@ -171,7 +171,7 @@ def test_lightnings_thread_does_one_thing_at_a_time() -> None:
 def test_who_reads_sees_what_is_going_on() -> None:
     """A run's last step was in no timeline, as nothing came after it."""
     recorder = Recorder(Window())
-    recorder.began(2, 0)
+    recorder.submitted(2, 0)
     recorder.enter("wait_for_minibatch", 2)
     recorder.leave(then_step=True)
     recorder.pause()
@@ -180,7 +180,7 @@ def test_who_reads_sees_what_is_going_on() -> None:
 
 def test_sections_of_user_code() -> None:
     recorder = Recorder(Window())
-    recorder.began(2, 0)
+    recorder.submitted(2, 0)
     section = recorder.section(2)
     for _ in range(2):
         section.enter()

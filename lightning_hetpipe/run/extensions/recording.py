@@ -23,7 +23,6 @@ from torch.profiler import record_function
 from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.pipeline.recorder import Recorder, Window
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.schedule import FORWARD
 from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
@@ -86,56 +85,46 @@ def shown_to_profiler(before: BeforePass | None, trainer: L.Trainer) -> BeforePa
     return passes
 
 
-class Recording(Extension):
+class Recording(Recorder, Extension):
     """A recording of the timeline of virtual worker i: Lightning's thread, user code and stages. All virtual workers
     make their recordings at the same time, because they agree on the folder. ``window`` are the minibatches to keep."""
 
     def __init__(self, trainer: L.Trainer, window: Window, virtual_worker: int) -> None:
-        self._recorder = Recorder(window)
+        super().__init__(window)
         self._trainer = trainer
         self._virtual_worker = virtual_worker
         self._shown: range | None = None
         self._folder = str(trainer.log_dir or trainer.default_root_dir)
-        self.passes = self._recorder.around
-        """Adds the recording of passes to what stages call before they compute."""
 
     @contextmanager
     def doing(self, name: str, minibatch: int) -> Iterator[None]:
-        self._recorder.enter(name, minibatch)
+        self.enter(name, minibatch)
         begins_step = False  # True after a wait for a minibatch
         try:
             yield
             begins_step = name == "wait_for_minibatch"
         finally:
-            self._recorder.leave(begins_step)
-
-    def section(self, minibatch: int) -> UserSection:
-        return self._recorder.section(minibatch)
-
-    def submitted(self, minibatch: int, version: int) -> None:
-        """Record that ``minibatch`` is in flight on the weights of ``version``."""
-        self._recorder.began(minibatch, version)
+            self.leave(begins_step)
 
     def computed(self, work: str, minibatch: int, start: float) -> None:
         """Record Lightning's own forward or backward of ``minibatch`` since ``start``."""
         if work == FORWARD:
-            self._recorder.began(minibatch, minibatch - 1)
-        self._recorder.add(0, work, minibatch, start)
+            self.submitted(minibatch, minibatch - 1)
+        self.add(0, work, minibatch, start)
 
     def discarded(self) -> None:
-        self._recorder.forget(after=begun_minibatches(self._trainer)[0])
+        self.forget(after=begun_minibatches(self._trainer)[0])
 
     def timeline(self, devices: Sequence[str], in_flight: int) -> Timeline:
         """Return the timeline so far, of stages on ``devices``."""
-        recorder = self._recorder
-        recorder.pause()
+        self.pause()
         return Timeline(
-            recorder.spans(),
+            self.spans(),
             len(devices),
             in_flight,
             self._virtual_worker,
-            versions=recorder.versions(),
-            zero=recorder.zero_date,
+            versions=self.versions(),
+            zero=self.zero_date,
             devices=tuple(devices),
         )
 
@@ -162,7 +151,7 @@ class Recording(Extension):
             warnings.warn(f"TensorBoard does not show the timeline: {error}", stacklevel=2)
 
     def _warn_of_none(self) -> None:
-        window = self._recorder.window
+        window = self.window
         asked = "True" if window.last is None else f"({window.first}, {window.last})"
         rank_zero_warn(
             f"timeline={asked} recorded nothing: the run ended after minibatch {begun_minibatches(self._trainer)[0]},"

@@ -60,7 +60,7 @@ class _Descriptor:
             if self._name in held:
                 return held[self._name]
         if self._default is _NO_DEFAULT:
-            raise AttributeError(f"'{self._kind.__name__}' object has no attribute '{self._name}'", name=self._name)
+            raise self._missing()
         bind: Callable[[Any, Any, Any], Any] | None = getattr(type(self._default), "__get__", None)
         return self._default if bind is None else bind(self._default, instance, owner)
 
@@ -70,9 +70,12 @@ class _Descriptor:
 
     def __delete__(self, instance: Any) -> None:
         if self._name not in vars(instance):
-            raise AttributeError(f"'{self._kind.__name__}' object has no attribute '{self._name}'", name=self._name)
+            raise self._missing()
         del vars(instance)[self._name]
         self._tell_set(instance)
+
+    def _missing(self) -> AttributeError:
+        return AttributeError(f"'{self._kind.__name__}' object has no attribute '{self._name}'", name=self._name)
 
     def _tell_set(self, instance: Any) -> None:
         for watcher in self.watchers.get(id(instance), ()):
