@@ -264,8 +264,6 @@ class ProfilingInput:
 def _together(calls: Sequence[tuple[LayerBytes, Times]]) -> tuple[LayerBytes, Times]:
     """Add bytes and seconds of one layer's ``calls`` in a minibatch. Its weights exist, and are updated, once."""
     first, times = calls[0]
-    if len(calls) == 1:
-        return first, times
     kept, output, given = (sum(getattr(each, part) for each, _ in calls) for part in ("kept", "output", "given"))
     forward, backward = (sum(getattr(each, part) for _, each in calls) for part in ("forward", "backward"))
     return replace(first, kept=kept, output=output, given=given), Times(forward, backward, times.update)

@@ -32,9 +32,7 @@ def described(value: Any) -> dict[str, Any]:
     dimensions in memory, the outermost first. Several tensors have their number, ``several``, and ``all_sizes``. A
     number that may vary has ``number``."""
     if isinstance(value, Tensor):
-        strides = value.stride() if value.layout is torch.strided else ()
-        known = all(isinstance(stride, int) for stride in strides)
-        order = sorted(range(len(strides)), key=lambda dim: -strides[dim]) if known else _order(strides)
+        order = _order(value.stride() if value.layout is torch.strided else ())
         return {"sizes": tuple(map(_size, value.shape)), "dtype": value.dtype, "order": tuple(order)}
     if isinstance(value, list | tuple) and all(isinstance(each, Tensor) for each in value):
         return {"several": len(value), "all_sizes": [tuple(map(_size, each.shape)) for each in value]}
@@ -49,7 +47,7 @@ def _size(size: Any) -> Size:
 
 
 def _order(strides: tuple[Any, ...]) -> list[int]:
-    """Return the order by strides, some of which vary, as traced."""
+    """Return the order of dimensions by their strides. If a stride varies, take its size as traced."""
     hints = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in strides]
     return sorted(range(len(hints)), key=lambda dim: -hints[dim])
 
