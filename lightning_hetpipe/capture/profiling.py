@@ -41,36 +41,33 @@ choose the worse one 3 times in 10, the smallest times of five rounds 1 time in 
 """
 
 
-def _brought(make: Callable[[], Microbenchmark], backward: bool) -> Callable[[], Callable[[], None]]:
-    kept: Microbenchmark | None = None
-
-    def bring() -> Callable[[], None]:
-        nonlocal kept
-        benchmark = kept or make()
-        kept = benchmark if benchmark.lasts else None
-        return benchmark.run if backward else benchmark.infer
-
-    return bring
-
-
 def layer_times(
-    layers: Sequence[Callable[[], Callable[[], None]]], rounds: int = ROUNDS, tick: Callable[[], object] = lambda: None
+    layers: Sequence[Callable[[], Microbenchmark]],
+    rounds: int = ROUNDS,
+    tick: Callable[[], object] = lambda: None,
+    *,
+    backward: bool = True,
 ) -> list[float]:
     """Return the smallest seconds of each of ``layers`` in ``rounds`` rounds, because disturbances only add.
 
     Args:
-        layers: For each layer, a function that brings the layer to the device, untimed, and returns a function that
-            runs its forward and backward once, to completion. They take turns, so a disturbance hits neighbours alike.
+        layers: For each layer, a function that brings the layer to the device, untimed. They take turns, so a
+            disturbance hits neighbours alike.
         tick: Called after each run.
+        backward: Whether a run includes the backward.
     """
     times: list[list[float]] = [[] for _ in layers]
+    kept: dict[int, Microbenchmark] = {}
     for _ in range(rounds):
-        for layer, seconds in zip(layers, times, strict=True):
-            run = layer()
+        for place, bring in enumerate(layers):
+            benchmark = kept.get(place) or bring()
+            if benchmark.lasts:
+                kept[place] = benchmark
+            run = benchmark.run if backward else benchmark.infer
             started = time.perf_counter()
             run()
-            seconds.append(time.perf_counter() - started)
-            del run  # before the next layer is there
+            times[place].append(time.perf_counter() - started)
+            del run, benchmark  # before the next layer is there
             tick()
     return [min(seconds) for seconds in times]
 
@@ -242,7 +239,7 @@ class ProfilingInput:
                 for index, (layer, values, piece) in enumerate(layers)
                 for value, times in values
             ]
-            seconds = layer_times([_brought(make, backward) for *_, make in measured], tick=tick)
+            seconds = layer_times([make for *_, make in measured], tick=tick, backward=backward)
         found = [0.0] * len(layers)
         for (index, times, _), one in zip(measured, seconds, strict=True):
             found[index] += times * one
@@ -267,8 +264,6 @@ class ProfilingInput:
 def _together(calls: Sequence[tuple[LayerBytes, Times]]) -> tuple[LayerBytes, Times]:
     """Add bytes and seconds of one layer's ``calls`` in a minibatch. Its weights exist, and are updated, once."""
     first, times = calls[0]
-    if len(calls) == 1:
-        return first, times
     kept, output, given = (sum(getattr(each, part) for each, _ in calls) for part in ("kept", "output", "given"))
     forward, backward = (sum(getattr(each, part) for _, each in calls) for part in ("forward", "backward"))
     return replace(first, kept=kept, output=output, given=given), Times(forward, backward, times.update)

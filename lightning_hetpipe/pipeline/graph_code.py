@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
 
 from lightning_hetpipe.pipeline.graph_layer import Code, GraphLayer, LayerGraph, here, own_path
 from lightning_hetpipe.pipeline.plain_code import NotPlain
@@ -33,9 +32,7 @@ def described(value: Any) -> dict[str, Any]:
     dimensions in memory, the outermost first. Several tensors have their number, ``several``, and ``all_sizes``. A
     number that may vary has ``number``."""
     if isinstance(value, Tensor):
-        strides = value.stride() if value.layout is torch.strided else ()
-        known = all(isinstance(stride, int) for stride in strides)
-        order = sorted(range(len(strides)), key=lambda dim: -strides[dim]) if known else _order(strides)
+        order = _order(value.stride() if value.layout is torch.strided else ())
         return {"sizes": tuple(map(_size, value.shape)), "dtype": value.dtype, "order": tuple(order)}
     if isinstance(value, list | tuple) and all(isinstance(each, Tensor) for each in value):
         return {"several": len(value), "all_sizes": [tuple(map(_size, each.shape)) for each in value]}
@@ -50,7 +47,7 @@ def _size(size: Any) -> Size:
 
 
 def _order(strides: tuple[Any, ...]) -> list[int]:
-    """Return the order by strides, some of which vary, as traced."""
+    """Return the order of dimensions by their strides. If a stride varies, take its size as traced."""
     hints = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in strides]
     return sorted(range(len(hints)), key=lambda dim: -hints[dim])
 
@@ -268,24 +265,17 @@ def _read_target(name: str) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """Return an argument as plain data: nodes, operators and values that look like them become dicts."""
-
-    def leaf(each: Any) -> Any:
-        if isinstance(each, fx.Node):
-            return {"node": each.name}
-        if isinstance(each, OperatorOverload):
-            return {"operator": _target(each)}
-        return each
-
-    return _plain(map_aggregate(value, leaf))
-
-
-def _plain(value: Any) -> Any:
-    """Return ``value`` in Python's own lists, tuples and dicts: a graph has its own."""
+    """Return an argument as plain data, in Python's own containers. Nodes and operators become dicts."""
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, OperatorOverload):
+        return {"operator": _target(value)}
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _written(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(_plain(each) for each in value)
+        return (list if isinstance(value, list) else tuple)(map(_written, value))
+    if isinstance(value, slice):
+        return slice(*map(_written, (value.start, value.stop, value.step)))
     return value
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ class Layers:
         self.clock = clock
         self.calls: list[str] = []
 
-    def layer(self, name: str, seconds: list[float]) -> Callable[[], Callable[[], None]]:
+    def layer(self, name: str, seconds: list[float]) -> Callable[[], Any]:
         """Brings a layer that takes ``seconds`` of its calls, one after another; to bring it takes a hundred."""
         left = iter(seconds)
 
@@ -25,9 +27,9 @@ class Layers:
             self.calls.append(name)
             self.clock.now += next(left)
 
-        def brought() -> Callable[[], None]:
+        def brought() -> Any:
             self.clock.now += 100.0
-            return run
+            return SimpleNamespace(run=run, lasts=False)
 
         return brought
 
