@@ -14,7 +14,7 @@ from tests.server.world import LEASE, World
 
 
 def finished(world: World) -> bool:
-    return world.server[0].coordinator.finished
+    return world.server[0].coordinator.finished(world.now)
 
 
 def begin_anew(world: World, vw: int) -> None:

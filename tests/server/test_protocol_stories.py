@@ -585,9 +585,9 @@ def test_a_failure_is_told_to_all_with_its_reason() -> None:
     answer = ask(world, Heartbeat(0, 0, "any"))
     assert isinstance(answer, RemoteFault)
     assert answer.refusal is Refusal.FAILED
-    assert not world.server[0].coordinator.finished
+    assert not world.server[0].coordinator.finished(world.now)
     ask(world, Leave(0, 0, ""))
-    assert world.server[0].coordinator.finished
+    assert world.server[0].coordinator.finished(world.now)
 
 
 @pytest.mark.parametrize("restarted", ["nothing", "the server", "the server, which waits for one"])
