@@ -157,7 +157,9 @@ def refused_server(place: Place) -> None:
     class Taken:
         def __init__(self, *_: object) -> None: ...
 
-        def start(self) -> None:
+        def __exit__(self, *_: object) -> None: ...
+
+        def __enter__(self) -> None:
             raise SettingError("address=1.1.1.1:5001 cannot be had")
 
     place.patch.setattr(servers, "Supervisor", Taken)

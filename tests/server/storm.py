@@ -19,7 +19,13 @@ from dataclasses import replace
 from typing import Any, Self
 
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
-from lightning_hetpipe.server.protocol.messages import NOTHING, Join, Leave, Request, encode
+from lightning_hetpipe.server.protocol.messages import (
+    Join,
+    Leave,
+    Report,
+    Request,
+    encode,
+)
 from lightning_hetpipe.server.transport.frames import Opening
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
@@ -153,7 +159,7 @@ class Storm:
 
     def _differs(self, channel: GrpcChannel) -> None:
         """Another program's virtual worker 0."""
-        header = encode(Join(0, 1 << 62, 1, OTHERS, NOTHING, ("",)))
+        header = encode(Join(0, 1 << 62, 1, OTHERS, Report(), ("",)))
         with suppress(CallRefused, Unreachable):
             channel.call(f"{self.session}/{COORDINATOR_METHOD}", header, timeout=PATIENCE)
 

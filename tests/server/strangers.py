@@ -12,7 +12,6 @@ from typing import Any
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
 from lightning_hetpipe.server.protocol.identifiers import Commit, UpdateId
 from lightning_hetpipe.server.protocol.messages import (
-    NOTHING,
     Arrive,
     Gather,
     Heartbeat,
@@ -25,6 +24,7 @@ from lightning_hetpipe.server.protocol.messages import (
     Pulled,
     Pushed,
     Read,
+    Report,
     Request,
     StageUpdate,
     TrainingSignature,
@@ -65,10 +65,10 @@ def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
         yield Loaded(vw, 0, generation), b""
         yield Leave(vw, 0, "ValueError: of long ago"), b""
         yield Leave(vw, 1 << 62, "ValueError: of another launch"), b""
-        yield Join(vw, 0, 99, OTHERS, NOTHING, ("",)), b""
-        yield Join(vw, 1 << 62, 1, OTHERS, NOTHING, ("",)), b""
+        yield Join(vw, 0, 99, OTHERS, Report(), ("",)), b""
+        yield Join(vw, 1 << 62, 1, OTHERS, Report(), ("",)), b""
         for claimed in (-1, 0, 1 << 40):
-            yield Join(vw, 1 << 62, 1, replace(OTHERS, virtual_workers=claimed), NOTHING, ("",)), b""
+            yield Join(vw, 1 << 62, 1, replace(OTHERS, virtual_workers=claimed), Report(), ("",)), b""
         yield Load(vw, 0, "another", generation + "x", (), ()), b""
         yield Load(vw, 0, generation, generation, (), ()), b""
         yield Read(vw, 0, generation, 999, ()), b""

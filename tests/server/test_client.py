@@ -18,7 +18,6 @@ from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_M
 from lightning_hetpipe.server.process.waits import Cancelled
 from lightning_hetpipe.server.protocol.identifiers import LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import (
-    NOTHING,
     Gather,
     Heartbeat,
     Join,
@@ -28,6 +27,7 @@ from lightning_hetpipe.server.protocol.messages import (
     Parameter,
     Read,
     Recall,
+    Report,
     Request,
     ShardRequest,
     TrainingSignature,
@@ -353,7 +353,7 @@ def test_a_refused_request_for_bytes_has_no_reply_that_could_not_fit() -> None:
     with pytest.raises(CallRefused, match=r"^generation: ") as caught:
         send(Read(0, 0, "of another server", 0, ()))
     assert RemoteFault.parse(str(caught.value)).refusal is Refusal.GENERATION
-    send(Join(0, 0, 1, signature_of(mlp(), 2, 1), NOTHING, ("",)))
+    send(Join(0, 0, 1, signature_of(mlp(), 2, 1), Report(), ("",)))
     send(Leave(1, 0, "ValueError: bad batch"))
     with pytest.raises(CallRefused, match=r"^failed: VW 1 failed: ValueError: bad batch"):
         send(Gather(0, 0, "", 0, 0))

@@ -7,14 +7,21 @@ import pytest
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault, UpdateId
 from lightning_hetpipe.server.protocol.member import MemberState
-from lightning_hetpipe.server.protocol.messages import NOTHING, Done, Heartbeat, Join, Leave, NotYet
+from lightning_hetpipe.server.protocol.messages import (
+    Done,
+    Heartbeat,
+    Join,
+    Leave,
+    NotYet,
+    Report,
+)
 from lightning_hetpipe.server.protocol.roster import FORGOTTEN
 from tests.server.test_protocol_stories import all_idle, ask, started, until, wave
 from tests.server.world import LEASE, World
 
 
 def finished(world: World) -> bool:
-    return world.server[0].coordinator.finished
+    return world.server[0].coordinator.finished(world.now)
 
 
 def begin_anew(world: World, vw: int) -> None:
@@ -71,7 +78,7 @@ def test_a_launch_takes_the_place_of_one_that_was_killed() -> None:
     begin_anew(world, 0)  # before the lease of VW 1 has run out
     until(world, 0, MemberState.JOIN)
     world.step(0)
-    answer = ask(world, Join(0, 1, 1, world.signature, NOTHING, ("epoch1.1", "epoch1.1")))
+    answer = ask(world, Join(0, 1, 1, world.signature, Report(), ("epoch1.1", "epoch1.1")))
     assert answer == NotYet("a cut at which VWs may join")
     begin_anew(world, 1)
     all_idle(world)

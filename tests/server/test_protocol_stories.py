@@ -22,7 +22,6 @@ from lightning_hetpipe.server.protocol.identifiers import (
 )
 from lightning_hetpipe.server.protocol.member import Member, MemberState
 from lightning_hetpipe.server.protocol.messages import (
-    NOTHING,
     Answer,
     Arrive,
     Departed,
@@ -42,6 +41,7 @@ from lightning_hetpipe.server.protocol.messages import (
     Pull,
     Pulled,
     Pushed,
+    Report,
     Request,
     TrainingSignature,
 )
@@ -523,14 +523,14 @@ def test_servers_are_rebuilt_from_the_newest_pull() -> None:
     wave(world, 1)
     newest = max(one.member.commit_index.age for one in world.vws.values() if one.member.commit_index is not None)
     joins = {
-        vw: Join(vw, 0, 0, world.signature, replace(NOTHING, commit_index=one.member.commit_index), ("", ""))
+        vw: Join(vw, 0, 0, world.signature, replace(Report(), commit_index=one.member.commit_index), ("", ""))
         for vw, one in world.vws.items()
     }
     assert len({join.report.commit_index for join in joins.values()}) == 2
     found = newest_pull(joins)
     assert found is not None
     assert found.age == newest
-    assert newest_pull({vw: replace(join, report=NOTHING) for vw, join in joins.items()}) is None
+    assert newest_pull({vw: replace(join, report=Report()) for vw, join in joins.items()}) is None
 
 
 def test_what_a_restarted_coordinator_cannot_know_is_reported_as_unknown() -> None:
@@ -585,9 +585,9 @@ def test_a_failure_is_told_to_all_with_its_reason() -> None:
     answer = ask(world, Heartbeat(0, 0, "any"))
     assert isinstance(answer, RemoteFault)
     assert answer.refusal is Refusal.FAILED
-    assert not world.server[0].coordinator.finished
+    assert not world.server[0].coordinator.finished(world.now)
     ask(world, Leave(0, 0, ""))
-    assert world.server[0].coordinator.finished
+    assert world.server[0].coordinator.finished(world.now)
 
 
 @pytest.mark.parametrize("restarted", ["nothing", "the server", "the server, which waits for one"])
@@ -693,7 +693,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
     world = started(2)
     me = (1, 0, world.vws[1].member.generation)
     elsewhere = CommitIndex(1, 0, (), (UpdateId(0, 0, -1),))
-    report = replace(NOTHING, term=1, commit_index=elsewhere)
+    report = replace(Report(), term=1, commit_index=elsewhere)
     cases: list[tuple[Request, Refusal | None]] = [
         (Pushed(*me, 1, False), Refusal.MALFORMED),  # wave 0 comes first
         (Pulled(*me, 99), Refusal.STALE),
@@ -703,10 +703,10 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
         (Heartbeat(7, 0, me[2]), Refusal.MALFORMED),
         (Leave(7, 0, "ValueError: in no launch of ours"), Refusal.MALFORMED),
         (Arrive(*me, -1, False), None),  # it has passed that one
-        (Join(2, 0, 1, world.signature, NOTHING, ("", "")), Refusal.MALFORMED),
+        (Join(2, 0, 1, world.signature, Report(), ("", "")), Refusal.MALFORMED),
         (Join(1, 0, 9, world.signature, report, ("", "")), Refusal.MALFORMED),
-        (Join(1, 0, 9, world.signature, NOTHING, ()), Refusal.MALFORMED),
-        (Join(1, 0, 0, world.signature, NOTHING, ("", "")), Refusal.STALE),
+        (Join(1, 0, 9, world.signature, Report(), ()), Refusal.MALFORMED),
+        (Join(1, 0, 0, world.signature, Report(), ("", "")), Refusal.STALE),
     ]
     for message, refusal in cases:
         answer = ask(world, message)
@@ -781,8 +781,8 @@ FIRST = replace(signature(2), parameters=(parameter("layer0.weight"), parameter(
 def test_what_differs_between_two_vws_is_named(other: TrainingSignature, what: str | None) -> None:
     assert difference(FIRST, other) == what
     coordinator = Coordinator("e", LEASE)
-    coordinator.handle(Join(0, 0, 1, FIRST, NOTHING, ("", "")), 0.0)
-    join = Join(1, 0, 1, other, NOTHING, ("",) * 2)
+    coordinator.handle(Join(0, 0, 1, FIRST, Report(), ("", "")), 0.0)
+    join = Join(1, 0, 1, other, Report(), ("",) * 2)
     if what is None:
         coordinator.handle(join, 0.0)
         return
@@ -796,7 +796,7 @@ def test_content_is_refused_before_memory_is_taken_for_it_unless_a_member_leaves
     content = KeepBytes(0, 1, "checkpoint")
     with pytest.raises(RemoteFault):
         coordinator.check(content, 1 << 40, 0.0)
-    coordinator.handle(Join(0, 1, 1, FIRST, NOTHING, ("", "")), 0.0)
+    coordinator.handle(Join(0, 1, 1, FIRST, Report(), ("", "")), 0.0)
     coordinator.check(content, 1 << 40, 0.0)
 
 
@@ -804,12 +804,12 @@ def test_whoever_leaves_in_the_name_of_one_that_was_left_out_fences_none_of_its_
     """One that had been stopped was told that it was the older one, and failed; it may come back."""
     coordinator = Coordinator("e", LEASE)
     for vw in range(2):
-        coordinator.handle(Join(vw, 1, 1, FIRST, NOTHING, ("", "")), 0.0)
+        coordinator.handle(Join(vw, 1, 1, FIRST, Report(), ("", "")), 0.0)
     for quarter in range(1, 6):  # VW 1 is silent
         later = quarter * LEASE / 4
-        coordinator.handle(Join(0, 1, 1, FIRST, NOTHING, ("", "")), later)
+        coordinator.handle(Join(0, 1, 1, FIRST, Report(), ("", "")), later)
     assert [each["vw"] for each in coordinator.status(later)["members"]] == [0]
     with pytest.raises(RemoteFault) as caught:
         coordinator.handle(Leave(1, 1 << 62, "ValueError: of another launch"), later)
     assert caught.value.refusal is Refusal.GENERATION
-    assert isinstance(coordinator.handle(Join(1, 2, 1, FIRST, NOTHING, ("", "")), later)[0], Answer)
+    assert isinstance(coordinator.handle(Join(1, 2, 1, FIRST, Report(), ("", "")), later)[0], Answer)

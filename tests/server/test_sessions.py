@@ -17,10 +17,10 @@ from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
 from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions
 from lightning_hetpipe.server.protocol.identifiers import RemoteFault
 from lightning_hetpipe.server.protocol.messages import (
-    NOTHING,
     Join,
     NotYet,
     Parameter,
+    Report,
     TrainingSignature,
     decode,
     encode,
@@ -138,7 +138,7 @@ def test_closing_wakes_who_waits() -> None:
     service = sessions._service_of("fit-1")
     service._longest_wait = PATIENCE * 10
     signature = TrainingSignature("1", 2, 0, "sum", 1, (), ())
-    join = encode(Join(0, 1, 1, signature, NOTHING, ("",)))
+    join = encode(Join(0, 1, 1, signature, Report(), ("",)))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(sessions.serve, IncomingCall(f"fit-1/{COORDINATOR_METHOD}", join, 0, filler(b"")))
         eventually(lambda: session_is_entered(sessions), "the request has not come")

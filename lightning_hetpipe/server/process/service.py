@@ -53,8 +53,7 @@ class Service:
     def finished(self) -> bool:
         """True if VWs have come, and all are gone."""
         with self._changed:
-            self._coordinator.tick(time.monotonic())
-            return self._coordinator.finished
+            return self._coordinator.finished(time.monotonic())
 
     @property
     def unused(self) -> bool:

@@ -78,9 +78,8 @@ class Coordinator:
         self._lost_at: float | None = None
         """Time of the first report of a generation that has ended."""
         self._failure = ""
-        self._failed_at = 0.0
-        self._forgotten = False
-        """True if VWs that come after a failure need not hear of it any more."""
+        self._forgotten_at = 0.0
+        """Time from which VWs that come after a failure need not hear of it any more."""
         self._admits: set[int] = set()
         """Cuts at which newcomers become members."""
         self._deadlocks = DeadlockDetector()
@@ -100,13 +99,13 @@ class Coordinator:
         """Last incarnation of each VW that has left or was left out."""
         return self._roster.gone
 
-    @property
-    def finished(self) -> bool:
-        """True if VWs have come, and all are gone. After a failure, late VWs are informed for one lease."""
+    def finished(self, now: float) -> bool:
+        """Return True if VWs have come, and all are gone. After a failure, late VWs are informed for one lease."""
+        self.tick(now)
         if self.unused or self._leases.seen:
             return False
         number = 0 if self._roster.signature is None else self._roster.signature.virtual_workers
-        return not self._failure or self._forgotten or len(self._roster.incarnation) >= number
+        return not self._failure or now > self._forgotten_at or len(self._roster.incarnation) >= number
 
     def next_expiry(self) -> float | None:
         """Return the time of the next change if no VW is heard until then."""
@@ -121,7 +120,6 @@ class Coordinator:
             self._remove(vw, self._roster.silent)
         if self.phase is Phase.JOINING:
             self._recover(now)
-        self._forgotten = bool(self._failure) and now - self._failed_at > self._leases.seconds
 
     def check(self, message: Request, size: int, now: float) -> None:
         """Refuse a body before memory is taken for it. Only a member may send a body of any size."""
@@ -220,7 +218,8 @@ class Coordinator:
             self.phase = Phase.JOINING
 
     def _fail(self, vw: int, why: str, now: float) -> None:
-        self._failure, self._failed_at = f"VW {vw} failed: {why[:MAX_FAILURE]}", now
+        self._failure = f"VW {vw} failed: {why[:MAX_FAILURE]}"
+        self._forgotten_at = now + self._leases.seconds
         self.phase = Phase.FAILED
 
     def _leave(self, message: messages.Leave, now: float) -> Answer:

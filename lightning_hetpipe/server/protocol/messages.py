@@ -63,14 +63,14 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Report:
-    """State of a VW, from which lost servers are rebuilt (L5).
+    """State of a VW, from which lost servers are rebuilt (L5). The defaults are of a VW that has just started.
 
     Attributes:
         term: Term of the last generation in which it was a member, or 0.
         commit_index: Commit index of its last pull, or None.
         clock: c_local, or the clock of the pending update.
         pending: Whether it has an update that none of its pulls includes.
-        cut, cut_clock: The last cut that it has passed, and the clock there.
+        cut, cut_clock: The last cut that it has passed, and the clock there. Cut 0 is the start.
         cut_at: The clock at which VW 0 wants to cut, as far as it knows, or -1.
         gathered: The last gather of which it has the result, which is the request's body.
     """
@@ -83,10 +83,6 @@ class Report:
     cut_clock: int = 0
     cut_at: int = -1
     gathered: Gathered | None = None
-
-
-NOTHING = Report()
-"""Report of a VW that has just started. Cut 0 is the start."""
 
 
 @dataclass(frozen=True)

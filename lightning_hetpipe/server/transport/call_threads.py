@@ -43,22 +43,18 @@ class CallThreads(Executor):
                 raise RuntimeError("the server has stopped")
             if self._free:
                 self._free.pop().put(task)
-            elif len(self._threads) >= self._most or not self._starts(task):
-                self._waiting.append(task)
+                return future
+            self._waiting.append(task)
+            if len(self._threads) < self._most:
+                thread = threading.Thread(target=self._work, name=self._name)
+                try:
+                    thread.start()
+                    self._threads.add(thread)
+                except RuntimeError:  # the process may have no more threads, but a thread here takes the task later
+                    if not self._threads:
+                        self._waiting.pop()
+                        raise
         return future
-
-    def _starts(self, task: _Task) -> bool:
-        """Start a thread for ``task``. Return False if the process may have no more threads, but a thread here can take
-        the task."""
-        thread = threading.Thread(target=self._work, args=(task,), name=self._name)
-        try:
-            thread.start()
-        except RuntimeError:
-            if not self._threads:
-                raise
-            return False
-        self._threads.add(thread)
-        return True
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no further calls. Threads end after the running and waiting calls. ``cancel_futures`` cancels the
@@ -77,12 +73,11 @@ class CallThreads(Executor):
         for thread in threads if wait else ():
             thread.join()
 
-    def _work(self, task: _Task | None) -> None:
+    def _work(self) -> None:
         own: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        while task is not None:
+        while (task := self._next(own)) is not None:
             _run(*task)
             task = None  # else the call's objects would be kept while this thread is idle
-            task = self._next(own)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
