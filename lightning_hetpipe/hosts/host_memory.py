@@ -191,9 +191,6 @@ class HeldTensors:
         self._held: dict[int, Tensor] = {}
         self.device = CPU
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def put(self, number: int, value: Tensor) -> None:
         self._held[number] = move(value, self.device)
 

@@ -92,9 +92,8 @@ class RemoteStage(Stage):
         self._lock = threading.Lock()
         self._lost: str | None = None
         self._broken: BaseException | None = None  # with which the host cannot go on
-        self._known: list[int] = []
+        self._known: list[int] = []  # number of variants of each layer's graph that the host has
         self._adding = threading.Lock()
-        self._is_set_up = False
         self._host_memory = HostMemory(self._send, self._await, accelerates=bool(self._accelerators))
         self.holder = HostHolder(self._host_memory, self._end_silent)
         """The host as the holder of its weights."""
@@ -130,7 +129,6 @@ class RemoteStage(Stage):
                 group=None if self._members is None else self._members.group,
             ),
         )
-        self._is_set_up = True
 
     def await_host(self) -> None:
         """Wait until the host has done all orders so far.
@@ -191,7 +189,7 @@ class RemoteStage(Stage):
             self._use_devices()
         self._move_out()
         super().copy_layers()
-        if self._is_set_up:
+        if self._known:  # the host has the layers as they were
             self._known = self._variants()
             try:
                 self._host_memory.tell("take_layers", self._layers_as_data())

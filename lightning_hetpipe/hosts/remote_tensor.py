@@ -313,7 +313,8 @@ def _remotely(
         return lent[id(leaf)].name
 
     try:
-        sent, named = _sent(there, args), {name: _sent(there, each) for name, each in kwargs.items()}
+        sent = _mapped(there, args, _plain)
+        named = {name: _mapped(there, each, _plain) for name, each in kwargs.items()}
         if facts.gives is None:
             return memory.value(func, sent, named)
         new = _sizes(func, args, kwargs) if None in facts.gives else None
@@ -370,22 +371,18 @@ def _looks(values: Sequence[Any]) -> Any:
     return tuple(found)
 
 
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply ``change`` to each tensor in ``value``."""
+def _mapped(change: Callable[[Any], Any], value: Any, other: Callable[[Any], Any] = lambda other: other) -> Any:
+    """Apply ``change`` to each tensor in ``value``, and ``other`` to everything else."""
     if isinstance(value, Tensor):
         return change(value)
-    return [_mapped(change, each) for each in value] if isinstance(value, list | tuple) else value
+    return [_mapped(change, each, other) for each in value] if isinstance(value, list | tuple) else other(value)
 
 
 _SENT = (int, float, str, torch.dtype, torch.layout, torch.memory_format, torch.device)
 
 
-def _sent(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return ``value`` in the form for sending, after ``change`` of its tensors, or raise NotPlain."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return [_sent(change, each) for each in value]
+def _plain(value: Any) -> Any:
+    """Return ``value``, which is no tensor, or raise NotPlain if it cannot be sent."""
     if value is None or isinstance(value, _SENT):
         return value
     raise NotPlain(f"a {type(value).__name__} has no place in a message")

@@ -69,7 +69,7 @@ class StagesApart:
         if stage is None:
             return HERE
         assert isinstance(channel, SessionChannel)
-        inside = is_loopback(split(channel.address)[0]) and not is_loopback(split(self._places[stage.index].address)[0])
+        inside = is_loopback(split(channel.address)[0]) and not is_loopback(self._machine(stage))
         why = f"{channel.address} is of this machine alone" if inside else stage.holder.cannot_reach(channel)
         if why is None:
             return stage.holder

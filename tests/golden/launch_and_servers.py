@@ -355,7 +355,7 @@ def not_plain(_: Place) -> None:
 
     stage: Any = SimpleNamespace(
         _lock=threading.Lock(),
-        _memory=SimpleNamespace(flush=lambda: None),
+        _host_memory=SimpleNamespace(flush=lambda: None),
         _asked={},
         _send=send,
         _send_variants=lambda: None,

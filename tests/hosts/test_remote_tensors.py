@@ -259,7 +259,7 @@ def test_the_host_frees_what_nobody_needs(table: Table) -> None:
     del weight
     remote(torch.ones(1), table.memory).add_(1)
     table.memory.flush()
-    assert len(table.held) == 0
+    assert not table.held._held
 
 
 def test_operators_that_nothing_waits_for_travel_together(table: Table) -> None:

@@ -505,8 +505,8 @@ MUTATIONS = (
         "buffers",
         "a forward starts from its own buffers of Nm minibatches ago",
         "pipeline/buffers.py",
-        "own, previous = self._of(minibatch), self._of(minibatch - 1)",
-        "own, previous = self._of(minibatch), self._of(minibatch)",
+        "own, previous = self.left(minibatch), self.left(minibatch - 1)",
+        "own, previous = self.left(minibatch), self.left(minibatch)",
         ("tests/pipeline/test_buffers.py",),
     ),
     Mutation(

@@ -9,6 +9,7 @@ on a CPU. A graph with any other random operation is refused, and its layers run
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,17 +27,14 @@ _NAME = "lightning_hetpipe"
 GeneratorOf = Callable[[str, int, torch.device], torch.Generator]
 """Returns the generator for a module's path and the ordinal of its draw, in the minibatch that runs in this thread."""
 
-_registered: list[torch.library.Library] = []
-
 
 class NoDropout(RandomnessError):
     """Error for a random operation that cannot be compiled."""
 
 
-def register(generator_of: GeneratorOf) -> None:
-    """Register the operator with torch, once, before anything is compiled."""
-    if _registered:
-        return
+@functools.cache
+def register(generator_of: GeneratorOf) -> Any:
+    """Register the operator with torch, before anything is compiled. It lasts as long as the returned library."""
     new: Any = torch.library.Library  # torch has no types here
     library = new(_NAME, "DEF")
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides)  # never computed again in a backward
@@ -51,7 +49,7 @@ def register(generator_of: GeneratorOf) -> None:
 
     library.impl("kept", kept, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAME}::kept", shape, lib=library)
-    _registered.append(library)
+    return library
 
 
 class GraphDraws(TorchFunctionMode):

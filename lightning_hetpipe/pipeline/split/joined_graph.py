@@ -7,10 +7,10 @@ group's members hold parts of it. Buffers, inputs and values with views are stil
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +27,8 @@ from lightning_hetpipe.torch_private.graphs import (
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer
+
+T = TypeVar("T")
 
 PATHS = "paths"
 """Key in ``meta`` for the paths in the LightningModule of layers' own tensors and of values made only of them."""
@@ -135,9 +137,9 @@ def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return written_and_viewed(target, args, node.kwargs)
 
 
-def note_views(node: fx.Node, viewed: Sequence[fx.Node], families: dict[fx.Node, set[fx.Node]]) -> None:
-    """Record in ``families`` that the output of ``node`` shares memory with the values in ``viewed``."""
-    together = {node}.union(*(families.get(each, {each}) for each in viewed))
+def join_families(one: T, others: Iterable[T], families: dict[T, set[T]]) -> None:
+    """Make one family of those of ``one`` and of the ``others``. ``families`` has the family of each member."""
+    together = set[T]().union(*(families.get(each, {each}) for each in (one, *others)))
     families.update(dict.fromkeys(together, together))
 
 
@@ -159,7 +161,7 @@ def _without_writes(graph: fx.Graph) -> None:
         plain = _without_write(target)
         value: Any = args[0] if args else None
         if plain is None or not isinstance(value, fx.Node) or written != [value] or _is_seen(value, node, families):
-            note_views(node, viewed, families)
+            join_families(node, viewed, families)  # of values that share memory
             continue
         if node.target is drawn:
             node.update_arg(2, plain)

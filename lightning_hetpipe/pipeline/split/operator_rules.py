@@ -218,18 +218,14 @@ def _einsum(call: OperatorCall) -> Divided | None:
     indices = dict(zip(operands, terms.split(","), strict=True))
     if not arrow or "." in equation or any(len(set(each)) < len(each) for each in indices.values()):
         return None
-    if len(indices) < len(operands) or len(found := {_index(call, each, indices) for each in call.layouts}) != 1:
+    found = {(indices[each][layout.dim], layout.at(0)) for each, layout in call.layouts.items()}
+    if len(indices) < len(operands) or len(found) != 1:
         return None
     ((index, layout),) = found
     place = {each: layout.at(own.index(index)) for each, own in indices.items() if index in own}
     if len({sizes_of(each)[own.dim] for each, own in place.items()}) > 1:
         return None  # an operand has one entry for all
     return Divided(layout.at(max(result.find(index), 0)), place, adds=index not in result)
-
-
-def _index(call: OperatorCall, node: fx.Node, indices: dict[Any, str]) -> tuple[str, ChannelLayout]:
-    layout = call.layouts[node]
-    return indices[node][layout.dim], layout.at(0)
 
 
 def _embedding(call: OperatorCall) -> Divided | None:

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from lightning_hetpipe.pipeline.random.generators import drawn
-from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, layer_path, note_views, writes_and_views
+from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, join_families, layer_path, writes_and_views
 from lightning_hetpipe.pipeline.split.masks import Mask, mask_of
 from lightning_hetpipe.pipeline.split.operator_call import Divided, layout_of, sizes_of
 from lightning_hetpipe.pipeline.split.regions import (
@@ -85,12 +85,8 @@ class _Rewriting:
         """Find connected divided nodes of a level among which none is heavy work."""
         group: dict[fx.Node, set[fx.Node]] = {}
         for node in self._divided:
-            same = {node}
-            for each in node.all_input_nodes:
-                if each in self._divided and self._levels[each] == self._levels[node] and not self._divided[each].adds:
-                    same |= group[each]
-            for each in same:
-                group[each] = same
+            given = [each for each in node.all_input_nodes if layout_of(each, self._divided) is not None]
+            join_families(node, [each for each in given if self._levels[each] == self._levels[node]], group)
         return {node for node, same in group.items() if not any(each.target in HEAVY for each in same)}
 
     def _at_home(self) -> set[fx.Node]:
@@ -193,12 +189,7 @@ class _Rewriting:
         runs: dict[int, set[int]] = {}  # layers of one run share one set
         for node, found in self._divided.items():
             layer = _layer_of(node)
-            run = runs.setdefault(layer, {layer})
-            for each in node.all_input_nodes:
-                if (before := _layer_of(each)) != layer and self._passes(each, node):
-                    run |= runs[before]
-                    for other in run:
-                        runs[other] = run
+            join_families(layer, [_layer_of(each) for each in node.all_input_nodes if self._passes(each, node)], runs)
             if (name := self._begun(node)) is not None:
                 units.setdefault(layer, {})[name] = self._units[node].units
             if found.adds:
@@ -314,5 +305,5 @@ def _written_families(graph: fx.Graph) -> dict[fx.Node, int]:
             continue
         writes, views = writes_and_views(node)
         written.update(each for each in writes if each.op == "call_function" or len(each.users) > 1)
-        note_views(node, views, families)
+        join_families(node, views, families)
     return {each: id(families.get(node, {node})) for node in written for each in families.get(node, {node})}
