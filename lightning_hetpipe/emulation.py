@@ -49,14 +49,12 @@ class Padded:
         passes: Number of forwards and backwards so far.
         overruns: Passes that computed for too long: the emulated device is slower than declared.
         longest: Seconds by which the worst overrun was too long.
-        computed: Seconds of computing in all passes and losses, without sleep.
         late: Seconds by which passes ended too late, in sum, because of overruns or late wake-ups.
     """
 
     passes: int = 0
     overruns: int = 0
     longest: float = 0.0
-    computed: float = 0.0
     late: float = 0.0
 
 
@@ -112,15 +110,14 @@ class Emulation:
         with _LOCK:
             start = max(began, self._until.get(device, began))
             self._until[device] = start + seconds - self._late[stage]
-        return partial(self._fill, stage, began, start, seconds)
+        return partial(self._fill, stage, start, seconds)
 
     def _lost(self, stage: int, began: float) -> None:
         self._loss[stage] = self._now() - began
 
-    def _fill(self, stage: int, began: float, start: float, seconds: float) -> None:
+    def _fill(self, stage: int, start: float, seconds: float) -> None:
         now, padded = self._now(), self.stages[stage]
         padded.passes += 1
-        padded.computed += now - began
         over = now - start - seconds
         if over > 0:
             padded.overruns += 1

@@ -93,18 +93,16 @@ def averages(trainer: L.Trainer) -> list[Tensor]:
     return [tensor for model in models if model is not None for tensor in model.state_dict().values()]
 
 
-def average_on_host(trainer: L.Trainer) -> Callable[[], None]:
-    """Make callbacks keep averages of weights on the host, unless they have a device. Return a function that undoes it.
+def average_on_host(trainer: L.Trainer, undo: ExitStack) -> None:
+    """Make callbacks keep averages of weights on the host until ``undo`` is closed, unless they have a device.
 
     Lightning would keep all averages on the root device.
     """
     averaging: list[Any] = callbacks_of(trainer, WeightAveraging, StochasticWeightAveraging)
-    undo = ExitStack()
     for callback in averaging:
         if callback._device is None:
             undo.callback(setattr, callback, "_device", None)
             callback._device = torch.device("cpu")
-    return undo.close
 
 
 def begun_minibatches(trainer: L.Trainer) -> tuple[int, int]:

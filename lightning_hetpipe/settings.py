@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -194,13 +194,11 @@ class Declared:
                 setting = inner(path, name)
                 raise SettingError(f"{setting} is missing, {owner} needs it", f"give {setting}=...")
 
-    @cached_property
-    def _of_ours(self) -> Declared:
-        return replace(self, trusted=True)
-
     def record(self, values: Mapping[str, Any], path: str, style: Style) -> Any:
         """Make the owner from ``values``. If the style builds no records, return ``values``."""
-        found = self._of_ours.check(values, path, name := path or style.whole or self.owner.__name__, style)
+        found = replace(self, trusted=True).check(
+            values, path, name := path or style.whole or self.owner.__name__, style
+        )
         self.check_whole(values, path, name)
         given = {self.parameters[key].name: each for key, each in found.items()}
         return self.owner(**given) if style.builds else values

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 from operator import itemgetter
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,7 +15,7 @@ from lightning_hetpipe.cli.attribution import first_line, one_line
 from lightning_hetpipe.cli.config_checks import unknown_at_top
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.errors import closest
-from lightning_hetpipe.launch.command import OVERRIDE, WITH_VALUE
+from lightning_hetpipe.launch.command import told_apart
 from lightning_hetpipe.settings import unknown
 
 _MERGING = re.compile(r"Error merging override ((.*?)(?:=.*)?)$")
@@ -63,7 +62,7 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
 
 def _wrong_override(error: BaseException, arguments: Sequence[str], program: ConsoleScript) -> str | None:
     """Return the sentence for the first override that is wrong whatever the files say, or None."""
-    overrides = [argument for argument, is_override in _told_apart(arguments) if is_override]
+    overrides = [argument for argument, is_override in told_apart(arguments) if is_override]
     parsed = OverridesParser.create().parse_overrides(overrides)
     for each in parsed:
         key, line = each.key_or_group, str(each.input_line).lstrip("+")
@@ -79,12 +78,6 @@ def _wrong_override(error: BaseException, arguments: Sequence[str], program: Con
         lines, keys = " ".join(str(each.input_line) for each in gone), " or ".join(each.key_or_group for each in gone)
         return f"{lines} takes nothing away, as there is no {keys}, or it is null; leave that out."
     return None
-
-
-def _told_apart(arguments: Sequence[str]) -> list[tuple[str, bool]]:
-    """Return each argument, and whether it is an override."""
-    pairs = pairwise(["", *arguments])
-    return [(each, OVERRIDE.match(each) is not None and before not in WITH_VALUE) for before, each in pairs]
 
 
 # section.key=value without a prefix (+, ++, ~). hydra.* is Hydra's own.
@@ -119,4 +112,4 @@ def settled(arguments: list[str]) -> list[str]:
     """
     quoted = [_WITH_EQUALS.sub(r"\1='\2'", argument) for argument in arguments]
     marked = [f"++{argument}" if _PLAIN.match(argument) else argument for argument in quoted]
-    return [argument for argument, _ in sorted(_told_apart(marked), key=itemgetter(1))]
+    return [argument for argument, _ in sorted(told_apart(marked), key=itemgetter(1))]

@@ -40,24 +40,21 @@ class Digits(L.LightningDataModule):
         self.val_share = val_share
         self.test_share = test_share
         self.split_seed = split_seed
-        self.train: TensorDataset | None = None
-        self.val: TensorDataset | None = None
-        self.test: TensorDataset | None = None
+        self.parts: dict[str, TensorDataset] = {}
 
     def setup(self, stage: str) -> None:
-        if self.train is None:
-            self.train, self.val, self.test = split(
-                *load(), val_share=self.val_share, test_share=self.test_share, seed=self.split_seed
-            )
+        if not self.parts:
+            found = split(*load(), val_share=self.val_share, test_share=self.test_share, seed=self.split_seed)
+            self.parts = dict(zip(("train", "val", "test"), found, strict=True))
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_ready(self.train), batch_size=self.batch_size, shuffle=True)
+        return DataLoader(self.parts["train"], batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_ready(self.val), batch_size=self.batch_size)
+        return DataLoader(self.parts["val"], batch_size=self.batch_size)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_ready(self.test), batch_size=self.batch_size)
+        return DataLoader(self.parts["test"], batch_size=self.batch_size)
 
 
 def load() -> tuple[Tensor, Tensor]:
@@ -89,9 +86,3 @@ def split(
         TensorDataset(images[chosen], labels[chosen]) for chosen in (torch.cat(part) for part in parts)
     )
     return train, val_set, test_set
-
-
-def _ready(dataset: TensorDataset | None) -> TensorDataset:
-    if dataset is None:
-        raise RuntimeError("Digits.setup() has to run before its dataloaders are asked for.")
-    return dataset

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -17,8 +18,8 @@ from lightning_hetpipe.server.process.signals import guarded
 _START = os.getcwd()
 """Working folder at import, the best guess of the folder in which the program was started."""
 
-OVERRIDE = re.compile(r"[^-].*=|~")
-WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c"}
+_OVERRIDE = re.compile(r"[^-].*=|~")
+_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c"}
 """Hydra's options whose value is the next argument."""
 # Overrides that we set for a child, or that it cannot use: it runs one job, in its launcher's folder, without log.
 _OURS = re.compile(
@@ -140,14 +141,14 @@ def _hydra() -> Any:
 
 def _options(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without overrides and without the flag for a sweep."""
-    kept = []
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        if before not in WITH_VALUE:
-            multirun = argument == "-m" or (len(argument) > 3 and "--multirun".startswith(argument))
-            if multirun or OVERRIDE.match(argument):
-                continue
-        kept.append(argument)
-    return kept
+    options = [argument for argument, is_override in told_apart(arguments) if not is_override]
+    return [each for each in options if each != "-m" and not (len(each) > 3 and "--multirun".startswith(each))]
+
+
+def told_apart(arguments: Sequence[str]) -> list[tuple[str, bool]]:
+    """Return each of Hydra's arguments, and whether it is an override."""
+    pairs = pairwise(["", *arguments])
+    return [(each, _OVERRIDE.match(each) is not None and before not in _WITH_VALUE) for before, each in pairs]
 
 
 def _overrides(hydra: Any, is_first: bool = False) -> list[str]:

@@ -77,9 +77,16 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
 
 
 def write(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write ``checkpoint`` to the local ``path``, over an existing file."""
+    """Write ``checkpoint`` to the local ``path``, over an existing file, and flush it to the disk."""
     with _File(FileIO(path, "w")) as file:
-        file.take(checkpoint)
+        try:
+            torch.save(checkpoint, file)
+        except RuntimeError:
+            if file.failure is None:
+                raise
+            raise file.failure from None  # torch's own error only says that it cannot end the archive
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -108,24 +115,15 @@ def local_folder(path: str | Path) -> Path | None:
 
 
 class _File(BufferedWriter):
-    _failure: BaseException | None = None
+    """File that keeps the last error of a write."""
 
-    def take(self, checkpoint: dict[str, Any]) -> None:
-        """Write ``checkpoint`` and flush it to the disk."""
-        try:
-            torch.save(checkpoint, self)
-        except RuntimeError:
-            if self._failure is None:
-                raise
-            raise self._failure from None  # torch's own error only says that it cannot end the archive
-        self.flush()
-        os.fsync(self.fileno())
+    failure: BaseException | None = None
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BaseException as failure:
-            self._failure = failure
+            self.failure = failure
             raise
 
 

@@ -236,7 +236,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         super().setup_environment()
         if len(set(self._devices.provisional())) > 1:
             assert self.lightning_module is not None
-            self._undo.callback(average_on_host(self.lightning_module.trainer))
+            average_on_host(self.lightning_module.trainer, self._undo)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

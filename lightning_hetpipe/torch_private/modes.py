@@ -49,9 +49,15 @@ def enter_function_mode(mode: TorchFunctionMode) -> None:
     mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
 
 
+_function_modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack  # torch has no types here
+
+
 def _innermost_mode() -> TorchFunctionMode | None:
-    modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack  # torch has no types here
-    return next(reversed(modes()), None)
+    return next(reversed(_function_modes()), None)
+
+
+def _own_modes() -> list[OwnMode]:
+    return [mode for mode in _function_modes() if isinstance(mode, OwnMode)]
 
 
 def leave_function_mode(mode: TorchFunctionMode) -> bool:
@@ -141,8 +147,7 @@ def _states_of_devices(*args: Any) -> Any:
     """Return the generator states that a checkpoint restores for its second run. Torch takes the arguments' devices,
     but weights on other devices draw there."""
     kind = _infer_device_type(*args)  # type: ignore[no-untyped-call]  # torch has no types here
-    modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
-    devices = {device for mode in modes() if isinstance(mode, OwnMode) for device in mode.devices}
+    devices = {device for mode in _own_modes() for device in mode.devices}
     return get_device_states(*args, *(torch.empty(0, device=each) for each in devices if each.type == kind))
 
 
@@ -165,10 +170,8 @@ class CustomFunction:
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     apply: Callable[..., Any] = super(_SingleLevelFunction, function).apply
     if _entered and issubclass(function, torch.autograd.Function) and not issubclass(function, UntoldFunction):
-        modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
-        for mode in modes():
-            if isinstance(mode, OwnMode):
-                apply = CustomFunction(mode, apply if isinstance(apply, CustomFunction) else _Heard(function, apply))
+        for mode in _own_modes():
+            apply = CustomFunction(mode, apply if isinstance(apply, CustomFunction) else _Heard(function, apply))
     return apply(*args, **kwargs)
 
 
@@ -203,8 +206,7 @@ def _refuse_unheard(node: Any) -> None:
     _heard.function = None
     if function is heard or not issubclass(function, torch.autograd.Function) or issubclass(function, UntoldFunction):
         return
-    modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
-    if any(isinstance(mode, OwnMode) for mode in modes()):
+    if _own_modes():
         raise SettingError(
             f"'{function.__name__}.apply', which the model calls, was looked up before lightning_hetpipe was imported,"
             f" and torch {torch.__version__} tells nobody of its calls: the model would compute with other weights;"

@@ -16,7 +16,7 @@ from tests.support.trainers import quiet_trainer
 
 def parts(data: Digits) -> list[TensorDataset]:
     data.setup("fit")
-    found = [part for part in (data.train, data.val, data.test) if part is not None]
+    found = [*data.parts.values()]
     assert len(found) == 3
     return found
 

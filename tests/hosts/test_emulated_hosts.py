@@ -25,7 +25,6 @@ def test_hosts_pad_passes_and_tell_of_them(host_threads: list[HostThread]) -> No
     assert_equal(expect(made("views"), loader, 2), found)
     there, here = emulation.stages
     assert there.passes == here.passes > 0
-    assert there.computed > 0
     assert host_threads
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -49,13 +50,13 @@ def test_averages() -> None:
 def test_where_averages_are_kept() -> None:
     averaging = EMAWeightAveraging(decay=0.5), StochasticWeightAveraging(0.1, device=None)
     trainer, module = quiet_trainer("auto", callbacks=[*averaging]), Learner()
-    restore = of_lightning.average_on_host(trainer)
+    of_lightning.average_on_host(trainer, undo := ExitStack())
     vars(module)["_device"] = torch.device("meta")  # as Lightning tells it of the root device, before it is moved
     averaging[0].setup(trainer, module, "fit")
     devices = {tensor.device.type for tensor in of_lightning.averages(trainer)}
     assert devices == {"cpu"}, "the root device would hold all averages of a model that is spread"
     assert averaging[1]._device == torch.device("cpu")
-    restore()
+    undo.close()
     assert [callback._device for callback in averaging] == [None, None]
 
 
