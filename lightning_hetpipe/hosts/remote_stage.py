@@ -65,9 +65,6 @@ class RemoteStash(VersionedLayers):
     def tensor(self, index: int, weights: Reading) -> Tensor:
         return RemoteTensor(self._hold(weights, index), self.parameters[index])
 
-    def let_go(self) -> None:
-        """Do nothing: the host has the memory."""
-
 
 class _RemoteStream(Stream):
     """Stream of a stage that computes elsewhere."""
@@ -396,7 +393,7 @@ class RemoteStage(Stage):
         return HostLost(f"{who}{self.whose} ({where}) {self._lost}{advice}", f"{who} ({where}) {self._lost}")
 
     def _receive(self) -> None:
-        torch.set_num_threads(self._torch_threads)
+        torch.set_num_threads(self._settings.torch_threads)
         while True:
             try:
                 message = self._host.wire.receive()
