@@ -90,7 +90,6 @@ class Evaluation(TrainerRun):
         self.module: L.LightningModule = trainer.lightning_module
         self.precision = precision
         self.settings = settings
-        self.run_seed = run_seed
         self.generators = RandomGenerators(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )

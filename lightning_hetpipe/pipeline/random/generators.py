@@ -63,10 +63,10 @@ class RandomGenerators:
     ) -> torch.Generator:
         """Return a fresh generator on ``device`` for random operation ``ordinal`` (0, 1, ...) of module ``path``.
         ``call`` is the number of earlier calls of the pipelined module in the minibatch."""
-        batch = self.batch(minibatch)
+        minibatch = self.batch(minibatch)
         if call:
-            batch = f"{batch}.{call}"
-        name = f"{self.run_seed}|{self.virtual_worker}|{batch}|{ordinal}|{path}"
+            minibatch = f"{minibatch}.{call}"
+        name = f"{self.run_seed}|{self.virtual_worker}|{minibatch}|{ordinal}|{path}"
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         # manual_seed takes a signed 64-bit number on some devices.
         return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") & (2**63 - 1))

@@ -223,7 +223,15 @@ class Minibatch:
         if self.evaluates:
             return self._evaluate(piece, name, prepare(given))
         with self._view.suspended():
-            return self._call(piece, name, prepare(self._view.replaced(given)))
+            inputs = prepare(self._view.replaced(given))
+            call = PieceCall(self._expected(piece, name), inputs, self._engine.streams.user)
+            self._calls.append(call)
+            outputs = self._outputs(call, name)
+            self.loss = self._engine.loss(self, call)
+            self._view.region = len(self._calls)
+            connected = call.connect(tensors_of(inputs), outputs)
+            self._view.stand_in(call.later_inputs)
+            return connected
 
     def _evaluate(self, piece: int, name: str, inputs: Any) -> Any:
         call = PieceCall(Call(0, piece, self._often[piece]), inputs, self._engine.streams.user)
@@ -233,16 +241,6 @@ class Minibatch:
             self.failure = None  # user code may catch it
             raise
         return outputs.tree(outputs.tensors)
-
-    def _call(self, piece: int, name: str, inputs: Any) -> Any:
-        call = PieceCall(self._expected(piece, name), inputs, self._engine.streams.user)
-        self._calls.append(call)
-        outputs = self._outputs(call, name)
-        self.loss = self._engine.loss(self, call)
-        self._view.region = len(self._calls)
-        connected = call.connect(tensors_of(inputs), outputs)
-        self._view.stand_in(call.later_inputs)
-        return connected
 
     def _outputs(self, call: PieceCall, name: str) -> Value:
         """Return the outputs of ``call``, where user code computes."""
