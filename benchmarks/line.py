@@ -14,8 +14,7 @@ from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import BeforePass, Layer, StageSettings
 from lightning_hetpipe.pipeline.streams import Streams
-from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, current
 from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
 
 CPU = torch.device("cpu")
@@ -63,7 +62,7 @@ class Line:
     def call(self, value: Any, piece: int = 0) -> Any:
         """Run a pipelined module as its call in ``training_step`` does."""
         minibatch = current()
-        assert isinstance(minibatch, Minibatch)
+        assert minibatch is not None
         return minibatch.call(piece, f"piece{piece}", value, lambda given: given)
 
     def step(
@@ -75,7 +74,7 @@ class Line:
             loss = run()
             return {"loss": loss.detach()}, loss
 
-        return Step(both, check, nullcontext, section)
+        return Step(both, nullcontext, section, check)
 
     @contextmanager
     def running(self, version: int = 0) -> Iterator[Engine]:

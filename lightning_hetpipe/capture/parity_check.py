@@ -52,7 +52,7 @@ MOST_NEEDLESS = 20
 """Number of comparisons after changed values without a difference at which a warning is given."""
 
 
-def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenerators, minibatch: int | str) -> None:
+def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenerators, minibatch: int) -> None:
     """Give ``piece`` its layers, and the input of each layer in each of the watched ``calls``.
 
     Raises:
@@ -91,7 +91,7 @@ def compare(
     given: tuple[tuple[Any, ...], dict[str, Any]],
     value: Any,
     generators: RandomGenerators,
-    minibatch: int | str,
+    minibatch: int,
     call: int = 0,
 ) -> None:
     """Compare the graph of ``piece`` with the module itself, on the live weights and on scratch buffers.
@@ -99,7 +99,7 @@ def compare(
     Args:
         given: Arguments of the module: (args, kwargs).
         value: Input of the first layer for these arguments.
-        minibatch: The minibatch whose random numbers both draw, or the name of an evaluation's batch.
+        minibatch: The minibatch whose random numbers both draw.
         call: Number of earlier calls of the piece in the minibatch.
 
     Raises:
@@ -143,7 +143,7 @@ def compare(
             other = "gradients"
         again, nodes = (gave, autograd) if other is None else run()
         if other is not None and equal_outputs(gave, again) and autograd == nodes:
-            batch = f"minibatch {minibatch}" if isinstance(minibatch, int) else "an evaluation"
+            batch = "an evaluation" if generators.evaluation else f"minibatch {minibatch}"
             raise PipelineRefusal(
                 f"'{piece.name}' computes other {other} in {batch} than its graph, which has frozen what"
                 f" forward reads from Python outside the module: {changed or 'something'} changed after it was"

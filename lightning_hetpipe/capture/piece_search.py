@@ -86,7 +86,7 @@ class PieceSearch:
 
     calls: Sequence[CallNode]
     generators: RandomGenerators
-    minibatch: int | str
+    minibatch: int
     timeout: float
     without_graph: list[str] = field(default_factory=list)
 

@@ -100,7 +100,7 @@ class Piece:
     def run(
         self,
         generators: RandomGenerators,
-        batch: int | str,
+        batch: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         call: int = 0,

@@ -71,7 +71,7 @@ class Watch:
         root: The LightningModule.
         names: Modules that may be pipelined, or None for all.
         generators: The run's random generators, from which layers draw also in the watched step.
-        batch: Number of the watched minibatch, or name of an evaluation's batch.
+        batch: Number of the watched minibatch.
         capture_timeout: Seconds after which nothing more is taken apart.
         pieces: Modules that a pipeline is to run, in the order of their first calls.
         without_graph: Lines that explain why Sequentials of the user's modules have no graph.
@@ -80,7 +80,7 @@ class Watch:
     root: nn.Module
     names: Collection[str] | None
     generators: RandomGenerators
-    batch: int | str
+    batch: int
     _: KW_ONLY
     capture_timeout: float = CAPTURE_TIMEOUT
     pieces: list[Piece] = field(default_factory=list, init=False)

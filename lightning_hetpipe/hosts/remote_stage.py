@@ -63,9 +63,6 @@ class RemoteStash(VersionedLayers):
         self._memory.tell("hold", weights, index, handle.number)
         return RemoteTensor(handle, self.parameters[index])
 
-    def let_go(self) -> None:
-        """Do nothing: the host has the memory."""
-
 
 class RemoteStage(Stage):
     """The stage at a host, as the process of Lightning's loop sees it.
@@ -363,7 +360,7 @@ class RemoteStage(Stage):
         return HostLost(f"{who}{self.whose} ({where}) {self._lost}{advice}", f"{who} ({where}) {self._lost}")
 
     def _receive(self) -> None:
-        torch.set_num_threads(self._torch_threads)
+        torch.set_num_threads(self._settings.torch_threads)
         while True:
             try:
                 message = self._host.wire.receive()

@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import PipelineRefusal
+from lightning_hetpipe.errors import Discarded, PipelineRefusal
 from lightning_hetpipe.pipeline.buffers import may_change, places
 from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves, compute, computed_names
 from lightning_hetpipe.pipeline.memory import PlannedMemory, less
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, InputGradients
+from lightning_hetpipe.pipeline.stage_messages import Backward, Failure, Forward, InputGradients, Result
 from lightning_hetpipe.pipeline.stage_thread import Loss, Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
@@ -30,18 +30,24 @@ from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
-from lightning_hetpipe.rules.schedule import Segment, Work, calls, route
+from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Reading, Versions
 from lightning_hetpipe.torch_private.subclasses import address_of
 
 MakeStage = Callable[..., Stage]
 
 
-class Engine(RunnerPool[Minibatch]):
-    """One virtual worker's pipeline.
+class Engine(RunnerPool):
+    """One virtual worker's pipeline. In an evaluation, its stages run forwards on the live layers, which do not change
+    meanwhile: nothing is copied, published or shown, and user code calls pieces as often as it likes, in any order.
+
+    ``following`` and ``preceding`` have the next and the previous segment in its piece for each segment, or None.
 
     Args:
+        pieces: Name and layers of each piece, in the order of first calls.
+        split_points: The first layer of each stage.
         devices: The device of each stage.
+        timeout: Seconds after which a wait in which nothing moves ends with an explanation.
         root: The module of ``training_step``. Its trainable parameters outside the pieces have versions as well.
         changing: The ``id`` of each live buffer that forwards change.
         called: The pieces that ``training_step`` calls, in order. By default it calls each once.
@@ -70,15 +76,23 @@ class Engine(RunnerPool[Minibatch]):
         make_stage: MakeStage = Stage,
         groups: Mapping[int, DeviceGroup] | None = None,
     ) -> None:
-        super().__init__("hetpipe-runner", pieces, split_points, settings, timeout)
-        self.streams = streams or Streams()
+        super().__init__(settings, timeout)
+        self.piece_names = [name for name, _ in pieces]
+        self._layers = [layer for _, own in pieces for layer in own]
+        self._segments = segments([len(own) for _, own in pieces], split_points)
+        self._of_piece = [[part for part in self._segments if part.piece == piece] for piece in range(len(pieces))]
+        self.following: list[Segment | None] = [part for own in self._of_piece for part in (*own[1:], None)]
+        self.preceding: list[Segment | None] = [part for own in self._of_piece for part in (None, *own[:-1])]
+        self.streams = Streams.of_maker(devices) if self.evaluates else streams or Streams()
         self.root_device = devices[-1]
-        _check_shared_buffers([self._layers[segment.first : segment.last + 1] for segment in self._segments])
-        self.calls = calls(range(len(pieces)) if called is None else called)
-        self._route = route(self._segments, self.calls)
-        self._turn = next(step for step in self._route if step.work is Work.TURN)
+        if not self.evaluates:
+            _check_shared_buffers([self._layers[segment.first : segment.last + 1] for segment in self._segments])
+        self.calls = () if self.evaluates else calls(range(len(pieces)) if called is None else called)
+        self._route = route(self._segments, self.calls) if self.calls else ()
+        self._turn = next((step for step in self._route if step.work is Work.TURN), None)
+        with_loss = None if self._turn is None else self._turn.segment.stage
         self.stages = [
-            (Stage if index == self._turn.segment.stage else make_stage)(
+            (Stage if index == with_loss else make_stage)(
                 index=index,
                 device=device,
                 segments=[segment for segment in self._segments if segment.stage == index],
@@ -95,7 +109,7 @@ class Engine(RunnerPool[Minibatch]):
             )
             for index, device in enumerate(devices)
         ]
-        self._recompute, self._buffers = settings.recompute, settings.version_buffers
+        self._settings = settings
         self.moves: Callable[[], Moves] = lambda: NO_MOVES
         """Returns the expected changes of parameters by an optimizer step, if weights are predicted."""
         self._root = root if root is not None else nn.Module()
@@ -115,8 +129,8 @@ class Engine(RunnerPool[Minibatch]):
         self._find_weights()
         self.versions = self._versions_from(version)
         needed, moves = self._needed(version)
-        for stage, live in zip(self.stages, self.live, strict=True):
-            stage.begin(live.version(version, needed, moves), version if forwards is None else forwards)
+        for stage in self.stages:
+            stage.begin(stage.live.version(version, needed, moves), version if forwards is None else forwards)
         for live, stash in self._outside:
             stash.begin(live.version(version, needed, moves))
 
@@ -152,9 +166,9 @@ class Engine(RunnerPool[Minibatch]):
         for weight, sum in minibatch.sums.items():
             (last if weight in minibatch.continued else found)[weight] = sum.gradient
         events = [sum.event for sum in minibatch.sums.values() if sum.event is not None]
-        for stage, live in zip(reversed(self.stages), reversed(self.live), strict=True):
+        for stage in reversed(self.stages):
             taken = stage.take(number)
-            found.update((live.parameters[number], gradient) for number, gradient in taken.gradients.items())
+            found.update((stage.live.parameters[number], gradient) for number, gradient in taken.gradients.items())
             events += taken.events
         found.update(last)
         if events:
@@ -171,10 +185,12 @@ class Engine(RunnerPool[Minibatch]):
 
     def publish(self, version: int) -> None:
         """Make ``version`` of the live weights, after Lightning's step of this number with all its callbacks."""
+        if self.evaluates:
+            return
         needed, moves = self._needed(version)
         with self.computing(), torch.no_grad():  # copying is no user code, and losses must not wait for it
-            for stage, live in zip(self.stages, self.live, strict=True):
-                stage.publish(live.version(version, needed, moves))
+            for stage in self.stages:
+                stage.publish(stage.live.version(version, needed, moves))
             for live, stash in self._outside:
                 stash.publish(live.version(version, needed, moves))
 
@@ -186,9 +202,11 @@ class Engine(RunnerPool[Minibatch]):
 
     def show(self, minibatch: Minibatch) -> None:
         """Set the live buffers and computed weights to what the forward of ``minibatch`` left."""
-        for stage, live in zip(self.stages, self.live, strict=True):
-            if live.shows:
-                live.show(stage.state(minibatch.number))
+        if self.evaluates:
+            return
+        for stage in self.stages:
+            if stage.live.shows:
+                stage.live.show(stage.state(minibatch.number))
         if self._computed:
 
             def weight(live: nn.Parameter) -> Tensor:
@@ -206,11 +224,11 @@ class Engine(RunnerPool[Minibatch]):
 
     def _find_layers(self) -> None:
         """Find the live layers of each stage, and the weights that several segments use."""
-        self.live = [Live([self._modules(segment) for segment in stage.segments]) for stage in self.stages]
-        numbers = [{weight: number for number, weight in enumerate(live.parameters)} for live in self.live]
+        numbers = [{weight: number for number, weight in enumerate(each.live.parameters)} for each in self.stages]
+        modules = [[self._layers[number].module for number in segment.layers] for segment in self._segments]
         self._weights_of = [
-            {weight: numbers[segment.stage][weight] for weight in nn.ModuleList(self._modules(segment)).parameters()}
-            for segment in self._segments
+            {weight: numbers[segment.stage][weight] for weight in nn.ModuleList(own).parameters()}
+            for segment, own in zip(self._segments, modules, strict=True)
         ]
         # By call and segment, the weights whose use before is on another stage.
         self._handed_on: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -221,13 +239,10 @@ class Engine(RunnerPool[Minibatch]):
             self._handed_on[step.call.index, step.segment.index] = before
             last.update(dict.fromkeys(own, here))
 
-    def _modules(self, segment: Segment) -> list[nn.Module]:
-        return [self._layers[number].module for number in segment.layers]
-
     def _find_weights(self) -> None:
         """Make the stashes of trainable parameters that no stage holds, one on each device, and find all stashes.
         Called whenever the pipeline starts empty, because there may be new parameters."""
-        inside = {id(parameter) for live in self.live for parameter in live.parameters}
+        inside = {id(parameter) for stage in self.stages for parameter in stage.live.parameters}
         outside: dict[torch.device, list[nn.Parameter]] = {}
         for parameter in self._root.parameters():
             if parameter.requires_grad and id(parameter) not in inside:
@@ -237,10 +252,10 @@ class Engine(RunnerPool[Minibatch]):
             self._outside = []
             for device, parameters in outside.items():
                 own = nn.ParameterList(parameters)
-                self._outside.append((Live([[own]]), WeightStash(nn.ModuleList([own]), self._buffers, device)))
-        stashes: list[tuple[Live, VersionedLayers]] = [
-            (live, stage.stash) for live, stage in zip(self.live, self.stages, strict=True)
-        ]
+                self._outside.append(
+                    (Live([[own]]), WeightStash(nn.ModuleList([own]), self._settings.version_buffers, device))
+                )
+        stashes: list[tuple[Live, VersionedLayers]] = [(stage.live, stage.stash) for stage in self.stages]
         layers = [layer.module for layer in self._layers]
         self._weights = VersionedTensors(self._root, [*stashes, *self._outside], layers, self._changing)
         self._computed = [
@@ -253,11 +268,11 @@ class Engine(RunnerPool[Minibatch]):
 
     def show_buffers(self, number: int, pieces: Collection[int]) -> None:
         """Set the live buffers of ``pieces`` to what their last call left in minibatch ``number``, which is alone."""
-        for stage, live in zip(self.stages, self.live, strict=True):
-            if live.shows:
+        for stage in self.stages:
+            if stage.live.shows:
                 stage.stream.synchronize()
                 with torch.no_grad():
-                    live.show(stage.state(number), [segment.piece in pieces for segment in stage.segments])
+                    stage.live.show(stage.state(number), [segment.piece in pieces for segment in stage.segments])
 
     def forward(self, minibatch: Minibatch, call: PieceCall) -> None:
         """Send a piece's inputs into the pipeline. Its outputs will be delivered to ``minibatch``."""
@@ -267,7 +282,7 @@ class Engine(RunnerPool[Minibatch]):
 
     def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
         """Begin the loss if user code has the outputs of the last call of a piece."""
-        if call.which is not self._turn.call:
+        if self._turn is None or call.which is not self._turn.call:
             return None
         return self.stages[self._turn.segment.stage].loss(minibatch.number)
 
@@ -283,17 +298,23 @@ class Engine(RunnerPool[Minibatch]):
         """Describe what all stages hold when another thread runs out of memory, and what helps."""
         held = [f"  stage {stage.index} on {stage.place}: {stage.memory.told()}" for stage in self.stages]
         what = "memory ran out in user code or a step of Lightning's; stages held"
-        return "\n".join([what, *held, less(self.in_flight, self._recompute)])
+        return "\n".join([what, *held, less(self.in_flight, self._settings.recompute)])
 
     # Messages.
 
     def _forward(self, minibatch: Minibatch, segment: Segment, value: Value, event: StreamEvent | None) -> None:
         call = minibatch.calling
         which, turn = call.which, self._turn
-        last = which is turn.call and segment is turn.segment
-        weights, autocast = minibatch.weights, call.autocast
         message = Forward(
-            minibatch.number, segment.index, value, weights, autocast, call=which.ordinal, again=which.again, last=last
+            minibatch.number,
+            segment.index,
+            value,
+            minibatch.weights,
+            call.autocast,
+            call=which.ordinal,
+            again=which.again,
+            last=turn is not None and which is turn.call and segment is turn.segment,
+            inference=call.inference,
         )
         self.stages[segment.stage].put(Parcel(message, event))
 
@@ -313,14 +334,31 @@ class Engine(RunnerPool[Minibatch]):
         message = Backward(minibatch.number, segment.index, ordinal, gradients, sums=sums, wanted=wanted, apart=apart)
         self.stages[segment.stage].put(Parcel(message, event, events))
 
-    def _backward_done(self, batch: Minibatch, result: InputGradients, event: StreamEvent | None) -> None:
-        if result.sums:
-            weights = self.live[self._segments[result.segment].stage].parameters
-            batch.sums.update((weights[number], Sum(each, event)) for number, each in result.sums.items())
-        if (preceding := self.preceding[result.segment]) is None:
-            batch.deliver(result.gradients, event)
+    def _done(self, result: Result, event: StreamEvent | None) -> None:
+        """Send a minibatch to its next stage, or at the end of a piece to its runner. Called in stages' threads."""
+        minibatch = self.minibatches.get(result.minibatch)
+        if minibatch is None:  # it has failed, and nobody waits for it
+            return
+        if isinstance(result, Failure):
+            minibatch.deliver(result.error)
+        elif minibatch.cancelled:
+            minibatch.deliver(Discarded())
+        elif isinstance(result, InputGradients):
+            self._backward_done(minibatch, result, event)
+        elif (following := self.following[result.segment]) is None:
+            minibatch.deliver(result.value, event)
         else:
-            self._backward(batch, preceding, result.gradients, event)
+            self._forward(minibatch, following, result.value, event)
+
+    def _backward_done(self, minibatch: Minibatch, result: InputGradients, event: StreamEvent | None) -> None:
+        """Send on the gradients from a segment."""
+        if result.sums:
+            weights = self.stages[self._segments[result.segment].stage].live.parameters
+            minibatch.sums.update((weights[number], Sum(each, event)) for number, each in result.sums.items())
+        if (preceding := self.preceding[result.segment]) is None:
+            minibatch.deliver(result.gradients, event)
+        else:
+            self._backward(minibatch, preceding, result.gradients, event)
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:

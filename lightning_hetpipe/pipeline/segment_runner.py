@@ -18,6 +18,7 @@ from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind, Kinds
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter, Kept
+from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import attach
 from lightning_hetpipe.pipeline.split.member_pool import MemberPool
 from lightning_hetpipe.pipeline.split.split_segment import SplitSegment
@@ -72,13 +73,16 @@ class SegmentRunner:
     ) -> None:
         self.layers = list(layers)
         copies = list(stash.layers[start : start + len(layers)])
+        own = nn.ModuleList(copies)
         self._recompute = settings.recompute or any(layer.recompute for layer in layers)
-        self.buffers = Buffers(copies, settings.in_flight, device)
-        self._parameters = list(nn.ModuleList(copies).parameters())
+        changing = [] if settings.evaluates else copies  # live layers keep their buffers themselves
+        self.buffers = Buffers(changing, settings.in_flight, device)
+        self._parameters = list(own.parameters())
         numbers = {id(parameter): number for number, parameter in enumerate(stash.parameters)}
         self.weights = [numbers[id(parameter)] for parameter in self._parameters]
         """Numbers of its weights among the weights of the stage."""
         self._device = device
+        self._devices = [device, *(each.device for each in (*self._parameters, *own.buffers()))]
         self._stash = stash
         self._settings = settings
         self._calls = [attach(module, layer.name) for module, layer in zip(copies, layers, strict=True)]
@@ -91,7 +95,7 @@ class SegmentRunner:
             fused = not settings.generators.deterministic
             self.compiled = Compiled(names, copies, self._calls, settings.compile, device, fused=fused)
         self._kinds: KindsOfCalls | None = self.compiled if self.split is None else self.split.compiled
-        self._places = places(copies)
+        self._places = places(changing)
         self._mutates_input = mutates_input(layers)
         self.counter = Counter()
 
@@ -140,6 +144,13 @@ class SegmentRunner:
             saved.again = task._replace(value=replace(task.value, tensors=()))
             saved.changes = [version_counter(tensor) for tensor in inputs]
         return Value.of(result), saved
+
+    def evaluate(self, task: Forward) -> Value:
+        """Run a forward on the live layers, and keep nothing for a backward. A tied weight may lie on the device of
+        another stage."""
+        with torch.inference_mode(task.inference), torch.no_grad(), OperandsTogether(self._devices):
+            given = task.value.on(self._device)
+            return Value.of(self._run(task, given.tree(given.tensors), None))
 
     def _bind(self, weights: Reading) -> None:
         self._stash.bind(weights)
@@ -200,9 +211,18 @@ class SegmentRunner:
             )
         own = [tensor.clone() for tensor in inputs] if self._mutates_input else inputs
         before = [version_counter(tensor) for tensor in inputs]
-        current = task.value.tree(own)
         if not torch.is_grad_enabled():  # a layer has left it so
             torch.set_grad_enabled(True)
+        result = self._run(task, task.value.tree(own), kind)
+        if before != [version_counter(tensor) for tensor in inputs]:
+            raise PipelineRefusal(
+                f"a layer of {self.describe()} changed its input in place, which it did not do in the first minibatch;"
+                " let it do so always, or never"
+            )
+        return result
+
+    def _run(self, task: Forward, current: Any, kind: Kind) -> Any:
+        """Run the layers on ``current`` as a part of the minibatch of ``task``."""
         autocast = task.autocast
         with (
             self._settings.generators.minibatch(task.minibatch, task.call),
@@ -210,18 +230,12 @@ class SegmentRunner:
             creating(self._settings.default_dtype),
         ):
             if self.compiled is not None:
-                current = self.compiled(kind, current, autocast)
-            elif self.split is not None:
-                current = self.split(current, partial(self._opened, autocast), kind, autocast)
-            else:
-                for call in self._calls:
-                    current = call(current)
-        if before != [version_counter(tensor) for tensor in inputs]:
-            raise PipelineRefusal(
-                f"a layer of {self.describe()} changed its input in place, which it did not do in the first minibatch;"
-                " let it do so always, or never"
-            )
-        return current
+                return self.compiled(kind, current, autocast)
+            if self.split is not None:
+                return self.split(current, partial(self._opened, autocast), kind, autocast)
+            for call in self._calls:
+                current = call(current)
+            return current
 
     @contextmanager
     def _opened(self, autocast: Autocast) -> Iterator[None]:

@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.compile.compilation import Exclusively
-from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory, less
+from lightning_hetpipe.pipeline.live import Live
+from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory, explain, less
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.segment_runner import SavedForBackward, SegmentRunner
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
 from lightning_hetpipe.pipeline.split.split_segment import check_divided
 from lightning_hetpipe.pipeline.stage_messages import (
     Backward,
+    Cancel,
     Failure,
     Forward,
     InputGradients,
@@ -34,9 +36,9 @@ from lightning_hetpipe.pipeline.stage_messages import (
     Sums,
     Version,
 )
-from lightning_hetpipe.pipeline.stage_thread import Done, Loss, Parcel, Pass, StageThread
+from lightning_hetpipe.pipeline.stage_thread import Done, Loss, Parcel, Pass
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
-from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
+from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.values import tensors_in
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
 from lightning_hetpipe.rules.schedule import CallOrder, Segment
@@ -90,6 +92,7 @@ class StageSettings:
         recompute: Keep only the inputs of forwards, and compute forwards again for the backward.
         compile: Options of ``torch.compile`` for the layers, or None to run them as they are.
         buffers: Initial number of version buffers, or None for one for each minibatch in flight.
+        evaluates: Run forwards only, on the live layers, whose weights do not change meanwhile.
     """
 
     generators: RandomGenerators
@@ -100,6 +103,7 @@ class StageSettings:
     recompute: bool = False
     compile: Mapping[str, Any] | None = None
     buffers: int | None = None
+    evaluates: bool = False
 
     @property
     def version_buffers(self) -> int:
@@ -115,10 +119,11 @@ class FoundGradients:
     events: list[StreamEvent] = field(default_factory=list)
 
 
-class Stage(StageThread):
+class Stage:
     """Stage ``index`` with its ``segments``. ``layers`` are the whole model's. The forwards of each minibatch visit it
-    ``visits`` times. Its own thread computes. The sender of versions calls :meth:`begin`, :meth:`publish`,
-    :meth:`state` and :meth:`take` between tasks that they concern."""
+    ``visits`` times. Its own thread computes in ``streams`` on ``device``, and calls ``done`` with each result. The
+    sender of versions calls :meth:`begin`, :meth:`publish`, :meth:`state` and :meth:`take` between tasks that they
+    concern."""
 
     def __init__(
         self,
@@ -136,9 +141,17 @@ class Stage(StageThread):
         visits: int = 1,
         group: DeviceGroup | None = None,
     ) -> None:
-        name = f"hetpipe-stage-{index}"
-        stream = streams.on(device)
-        super().__init__(name, index, device, stream, settings.torch_threads, watchdog=watchdog, done=done)
+        self.index = index
+        self.device = device
+        self.stream = streams.on(device)
+        self.place = str(device)
+        """Name of its device for messages."""
+        self._name = f"hetpipe-{'evaluation-' if settings.evaluates else ''}stage-{index}"
+        self._watchdog = watchdog
+        self._done = done
+        self._worker: Worker[Parcel] | None = None
+        self._cancelled: set[int] = set()
+        self._doing: tuple[Message, float] | None = None
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
         self.compile_seconds = 0.0
@@ -154,39 +167,62 @@ class Stage(StageThread):
         self._held_back: deque[Parcel] = deque()
         self._members = None
         if group is not None:
-            self._members = MemberPool(name, group, settings.torch_threads, streams, self.stream)
+            self._members = MemberPool(self._name, group, settings.torch_threads, streams, self.stream)
         self.copy_layers()
 
     def copy_layers(self) -> None:
         """Replace the copies of the live layers by new ones. Nothing may be in flight."""
         self.stash = self._new_stash(nn.ModuleList([layer.module for layer in self.layers]))
         self._runners: dict[int, SegmentRunner] = {}
-        start = 0
+        parts, start = list[list[nn.Module]](), 0
         for segment in self.segments:
             own = self.layers[start : start + len(segment.layers)]
             self._runners[segment.index] = SegmentRunner(
                 own, start, self.stash, self._settings, self.device, self._members
             )
+            parts.append([layer.module for layer in own])
             start += len(own)
+        self.live = Live(parts)
         if self._members is not None:
             check_divided([runner.split for runner in self._runners.values()], self._members.group, self.index)
         self.stream.join(None, [tensor for buffer in self.stash.buffers for tensor in buffer.tensors])
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
+        if self._settings.evaluates:
+            return VersionedLayers(layers)
         return WeightStash(layers, self._settings.version_buffers, self.device)
+
+    # Whoever sends.
 
     def start(self) -> None:
         if self._members is not None:
             self._members.start()
-        super().start()
+        self._worker = Worker(self._name, self._run, self._settings.torch_threads, self.stream.enter)
+
+    def put(self, parcel: Parcel) -> None:
+        assert self._worker is not None
+        if isinstance(parcel.message, Cancel):
+            self._cancelled.add(parcel.message.minibatch)
+        self._worker.put(parcel)
 
     def close(self) -> None:
-        super().close()
+        if self._worker is not None:
+            self._worker.close()
         if self._members is not None:
             self._members.close()
 
     def join(self, seconds: float) -> bool:
-        return super().join(seconds) and (self._members is None or self._members.join(seconds))
+        is_over = self._worker is None or self._worker.join(seconds)
+        return is_over and (self._members is None or self._members.join(seconds))
+
+    def describe(self) -> str:
+        """Describe what the stage does right now, for error messages."""
+        doing = self._doing
+        if doing is None:
+            return f"stage {self.index} is idle"
+        message, since = doing
+        done = "evaluated" if self._settings.evaluates else "compiled" if self._compiles else "run"
+        return f"stage {self.index} has {done} {self._work(message)} for {time.monotonic() - since:.1f} s"
 
     def let_go(self) -> None:
         """Release the memory of versions, buffers and activations."""
@@ -255,9 +291,9 @@ class Stage(StageThread):
         if (self._held_back and self._is_new(parcel.message)) or not self._admits(parcel.message):
             self._held_back.append(parcel)
         else:
-            super()._run(parcel)
+            self._handle(parcel)
         while self._held_back and self._admits(self._held_back[0].message):
-            super()._run(self._held_back.popleft())
+            self._handle(self._held_back.popleft())
 
     def _is_new(self, task: Message) -> bool:
         return isinstance(task, Forward) and not self.memory.holds(task.minibatch)
@@ -268,11 +304,36 @@ class Stage(StageThread):
         known = self._runners[task.segment].counter.known(task.value.tensors)
         return known is None or self.memory.admits(known.all)
 
+    def _handle(self, parcel: Parcel) -> None:
+        following: Parcel | None = parcel
+        while following is not None:
+            following = self._answer(following)
+
     def _answer(self, parcel: Parcel) -> Parcel | None:
-        task = parcel.message
-        if isinstance(task, Forward) and (task.again or task.call) and self._waits(parcel, task.segment):
+        """Handle ``parcel``, and hand the result on. Return a parcel to handle before all others, or None."""
+        message = parcel.message
+        number = message.minibatch
+        if isinstance(message, Cancel):
+            self._cancelled.discard(number)
+            self._forget(number)
             return None
-        return super()._answer(parcel)
+        if isinstance(message, Forward) and (message.again or message.call) and self._waits(parcel, message.segment):
+            return None
+        self._doing = message, time.monotonic()
+        event: StreamEvent | None
+        try:
+            if number in self._cancelled:
+                raise Discarded
+            result, event = self._compute(parcel)
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                explain(error, self._lacking(message))
+            self._forget(number)
+            result, event = Failure(number, error), None
+        self._doing = None
+        self._watchdog.moved()
+        self._done(result, event)
+        return self._next_of(number) if isinstance(message, Forward) and message.last else None
 
     def _waits(self, parcel: Parcel, segment: int) -> bool:
         """Hold a forward back if it starts from buffers that earlier calls have yet to leave. Return True if so."""
@@ -285,11 +346,17 @@ class Stage(StageThread):
             self.put(following)  # behind what became ready before it
 
     def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
+        """Return the result of ``parcel``, and the event behind which it is computed."""
         task = parcel.message
         if isinstance(task, Forward):
-            return self._forward(task, parcel.event)
+            return self._evaluate(task) if self._settings.evaluates else self._forward(task, parcel.event)
         assert isinstance(task, Backward)
         return self._backward(task, parcel)
+
+    def _evaluate(self, task: Forward) -> tuple[Output, None]:
+        with self._computing("evaluate", task.minibatch):
+            output = self._runners[task.segment].evaluate(task)
+        return Output(task.minibatch, task.segment, output), None
 
     def _forward(self, task: Forward, event: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
         number, segment = task.minibatch, task.segment
@@ -369,6 +436,7 @@ class Stage(StageThread):
                 return
 
     def _next_of(self, minibatch: int) -> Parcel | None:
+        """Wait for the next message of ``minibatch``, whose loss is being computed, while other messages wait."""
         worker, found = self._worker, list[Parcel]()
         assert worker is not None
 
@@ -385,6 +453,7 @@ class Stage(StageThread):
         return found[0] if found else None
 
     def _forget(self, minibatch: int) -> None:
+        """Drop everything of ``minibatch``."""
         self._found.pop(minibatch, None)
         for key in [key for key in self._saved if key[0] == minibatch]:
             del self._saved[key]
@@ -397,19 +466,23 @@ class Stage(StageThread):
                 self._done(Failure(minibatch, Discarded()), None)
             self._end_calls(order, minibatch)
 
-    def _told(self, message: Message) -> str:
-        return f"has {'compiled' if self._compiles else 'run'} {self._work(message)}"
-
     def _lacking(self, message: Message) -> str:
-        return (
-            f"stage {self.index} ran out of memory on {self.place} in {self._work(message)}. It held"
-            f" {self.memory.told()}; {less(self._settings.in_flight, self._settings.recompute)}"
-        )
+        """Describe what the stage holds when there is no memory for ``message``, and what helps."""
+        where, work = f"stage {self.index} ran out of memory on {self.place}", self._work(message)
+        if self._settings.evaluates:
+            return (
+                f"{where} while it evaluated {work}; give this loop smaller batches, or set in_flight lower, or give"
+                " more devices, or ones with more memory"
+            )
+        less_of = less(self._settings.in_flight, self._settings.recompute)
+        return f"{where} in {work}. It held {self.memory.told()}; {less_of}"
 
     def _work(self, message: Message) -> str:
         assert isinstance(message, Forward | Backward)
-        layers = self._runners[message.segment].describe()
-        return f"the {type(message).__name__.lower()} of minibatch {message.minibatch} ({layers})"
+        layers, number = self._runners[message.segment].describe(), message.minibatch
+        if self._settings.evaluates:
+            return f"batch {number} ({layers})"
+        return f"the {type(message).__name__.lower()} of minibatch {number} ({layers})"
 
     # What is wrapped around a task.
 

@@ -94,7 +94,7 @@ class Forward(NamedTuple):
     """Run the forward of ``minibatch`` at ``segment``, and keep what its backward needs. An evaluation keeps nothing.
 
     Attributes:
-        value: Input of the segment: a :class:`Value`, or in an evaluation the nesting itself.
+        value: Input of the segment.
         weights: Weights to run on. An evaluation runs on the live ones.
         autocast: State of autocast at the call of the piece.
         call: Number of earlier calls of the piece in the minibatch.
@@ -105,7 +105,7 @@ class Forward(NamedTuple):
 
     minibatch: int
     segment: int
-    value: Any
+    value: Value
     weights: Reading
     autocast: Autocast
     call: int = 0
@@ -147,11 +147,11 @@ Message = Forward | Backward | Cancel
 
 
 class Output(NamedTuple):
-    """Output of a segment for ``minibatch``, with a ``value`` as in :class:`Forward`."""
+    """Output of a segment for ``minibatch``."""
 
     minibatch: int
     segment: int
-    value: Any
+    value: Value
 
 
 class InputGradients(NamedTuple):

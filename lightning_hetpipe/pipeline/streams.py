@@ -227,7 +227,12 @@ class Streams:
     """Factory of streams: one for each stage's device, and one of user code and Lightning's thread."""
 
     on: Callable[[torch.device], Stream] = stream_on
-    user: UserStream = field(default_factory=UserStream)
+    user: UserStream | Stream = field(default_factory=UserStream)
+
+    @staticmethod
+    def of_maker(devices: Sequence[torch.device]) -> Streams:
+        """Return streams for threads that share the calling thread's streams on ``devices``, and wait for each pass."""
+        return Streams(lambda device: WaitingStream(device, devices), Stream())
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

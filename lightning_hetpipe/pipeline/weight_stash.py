@@ -85,7 +85,8 @@ class VersionBuffer:
 
 
 class VersionedLayers:
-    """Layers that are bound to the weights of one version or another, with ``buffers`` for versions."""
+    """Layers that are bound to the weights of one version or another, with ``buffers`` for versions. An instance of
+    this class itself holds the live layers of an evaluation, and no versions."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.layers = layers
@@ -132,13 +133,7 @@ class VersionedLayers:
             self._bound_flags = buffer.flags
 
     def let_go(self) -> None:
-        """Release the memory of all buffers, even if the layers are still held."""
-        for buffer in self.buffers:
-            buffer.tensors.clear()
-            buffer.parts.clear()
-        self._bound = []
-        for parameter in self.parameters:
-            parameter.data = parameter.data.new_empty(0)
+        """Release the memory of versions in this process, even if the layers are still held."""
 
     def buffer(self, weights: Reading) -> VersionBuffer:
         return self._held[weights]
@@ -230,7 +225,12 @@ class WeightStash(VersionedLayers):
         return [*own.values()]
 
     def let_go(self) -> None:
-        super().let_go()
+        for buffer in self.buffers:
+            buffer.tensors.clear()
+            buffer.parts.clear()
+        self._bound = []
+        for parameter in self.parameters:
+            parameter.data = parameter.data.new_empty(0)
         self._frozen.clear()
 
 

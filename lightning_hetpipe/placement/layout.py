@@ -79,7 +79,7 @@ class Layout:
                     layer_types=[layer.kind or type(layer.module).__name__ for layer in self.stage_layers(index)],
                     time_s=decision.times[index],
                     busy=min(1.0, engine.stages[index].stream.busy_seconds() / seconds),
-                    parameters=sum(p.numel() for p in engine.live[index].parameters),
+                    parameters=sum(p.numel() for p in engine.stages[index].live.parameters),
                     versions_bytes=memories[index].versions.most,
                     activations_bytes=memories[index].activations.most,
                     gradients_bytes=memories[index].gradients.most,

@@ -5,32 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from lightning_hetpipe.lightning_private import DataFetcher
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, current
-from lightning_hetpipe.pipeline.user.runner_pool import NO_STAGES, RunnerPool
+from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch, current
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.run.lifecycle import Around, Extension, Extensions
 from lightning_hetpipe.run.look_ahead import LookAhead
 
-F = TypeVar("F", bound=BatchInFlight)
 
-
-class Driver(Generic[F]):
+class Driver:
     """A run of one of Lightning's loops. It numbers minibatches over the whole run.
 
     Attributes:
         restarts: Whether the pipeline starts empty at the next version.
         copies_batches: Whether the loader was seen to reuse the memory of an earlier batch.
-        pool: Runs the user's steps ahead of the loop. Until :meth:`start` they run in Lightning's own thread.
+        pipeline: Runs the user's steps. Until :meth:`start` there is none, and they run in Lightning's own thread.
     """
 
     def __init__(self) -> None:
         self.extensions = Extensions()
         self.restarts = False
         self.copies_batches = False
-        self.pool: RunnerPool[F] = NO_STAGES
+        self.pipeline: Engine | None = None
         self._over = -1  # the last step of which `stepped` was told
 
     # What each loop knows.
@@ -57,10 +55,10 @@ class Driver(Generic[F]):
 
     # The life of a minibatch.
 
-    def start(self, pool: RunnerPool[F]) -> None:
-        """Run the user's steps in ``pool`` from the next minibatch on."""
-        self.pool, self.restarts = pool, False
-        pool.start()
+    def start(self, pipeline: Engine) -> None:
+        """Run the user's steps in ``pipeline`` from the next minibatch on."""
+        self.pipeline, self.restarts = pipeline, False
+        pipeline.start()
 
     def epoch(self, run: Callable[[DataFetcher], Any], fetcher: DataFetcher, looks_ahead: bool) -> None:
         """Run one epoch: Lightning's loop ``run`` over ``fetcher``."""
@@ -76,52 +74,56 @@ class Driver(Generic[F]):
         else:
             run(fetcher)
         self.extensions.tell(Extension.epoch_ends)
-        self.pool.discard()
+        if self.pipeline is not None:
+            self.pipeline.discard()
         self.extensions.tell(Extension.discarded)
 
     def next_batch(self) -> None:
         """Handle Lightning's request for a batch: the step before it is over."""
         if self.runs_ahead():
             self.publish(self.begun())
-        elif self.pool.stages:  # hooks may change weights until the step publishes them
+        elif self.pipeline is not None:  # hooks may change weights until the step publishes them
             self._step_over(self.begun())
 
     def around_user(self, number: int) -> tuple[Callable[[], Around], UserSection]:
         """Return a context around the user's step for minibatch ``number``, and the sections of user code in it."""
         return partial(self.extensions.around, Extension.user_step, number), self.extensions.section(number)
 
-    def finish(self, number: int, args: Sequence[Any]) -> F:
+    def finish(self, number: int, args: Sequence[Any]) -> Minibatch:
         """Wait for minibatch ``number``, at whose step, with ``args``, Lightning's loop has arrived."""
+        assert self.pipeline is not None
         try:
             with self.doing("wait_for_minibatch", number):
-                flight = self.pool.finish(number)
+                minibatch = self.pipeline.finish(number)
         finally:  # even after a failure, its assignments are there, as in a plain run
             self.extensions.tell(Extension.arrived, number)
-        self.pool.show(flight)
-        self.extensions.tell(Extension.finished, flight, args)
-        return flight
+        self.pipeline.show(minibatch)
+        self.extensions.tell(Extension.finished, minibatch, args)
+        return minibatch
 
     def publish(self, version: int) -> None:
         """Publish the live weights as ``version``, for the minibatches from now on."""
-        tell = self.extensions.tell
+        tell, pipeline = self.extensions.tell, self.pipeline
+        assert pipeline is not None
         self._step_over(version)
         tell(Extension.settled, version)
         if self.restarts:
             with self.doing("publish", version):
-                self.pool.begin(version)
+                pipeline.begin(version)
             self.restarts = False
             tell(Extension.emptied, version)
             return
         tell(Extension.continues, version)
         with self.doing("publish", version):
-            self.pool.publish(version)
+            pipeline.publish(version)
         tell(Extension.published, version)
 
     def close(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.extensions.close)
             stack.callback(self.extensions.tell, Extension.discarded)
-            self.pool.close()
+            if self.pipeline is not None:
+                self.pipeline.close()
 
     def _step_over(self, version: int) -> None:
         """Raise ``stepped``, but only once for each step."""
@@ -143,12 +145,22 @@ class Driver(Generic[F]):
 
     def unlocked(self) -> AbstractContextManager[None]:
         """Release the lock over user code during a wait of Lightning's thread. In a runner's thread do nothing."""
-        return nullcontext() if current() is not None else self.pool.unlocked()
+        return nullcontext() if self.pipeline is None or current() is not None else self.pipeline.unlocked()
 
     def computing(self) -> AbstractContextManager[None]:
         """Release the lock over user code while Lightning's thread computes without user code, as in a copy."""
-        return self.pool.computing()
+        return nullcontext() if self.pipeline is None else self.pipeline.computing()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Pause all computations of the pipeline, as while a module is captured."""
+        return nullcontext() if self.pipeline is None else self.pipeline.compute_lock.exclusive()
+
+    def drain(self) -> None:
+        """Wait until nothing in flight is in motion."""
+        if self.pipeline is not None:
+            self.pipeline.drain()
 
     def offer(self) -> None:
         """Run sections of user code for which stages wait. The strategy calls this between Lightning's hooks."""
-        self.pool.offer()
+        if self.pipeline is not None:
+            self.pipeline.offer()

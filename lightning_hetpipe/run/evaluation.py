@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,11 +39,11 @@ from lightning_hetpipe.lightning_private import (
     set_fetcher,
 )
 from lightning_hetpipe.pipeline.compile.compilation import compiled_calls_apart
-from lightning_hetpipe.pipeline.evaluator import EvaluationBatch, Evaluator
+from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.operands import OperandsTogether
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
 from lightning_hetpipe.pipeline.stage import StageSettings
-from lightning_hetpipe.pipeline.user.batch_in_flight import current
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, has_own_seed, own_state, seeds_of_torch
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
@@ -56,7 +57,7 @@ from lightning_hetpipe.run.extensions.minibatch_state import RandomStates, user_
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.extensions.shared_values import SHARED, CarriedState, SharedValues
-from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.lifecycle import Around, Extension, opened
 from lightning_hetpipe.run.look_ahead import LookAhead, before_transfer, prepared
 from lightning_hetpipe.run.piece_calls import PieceForwards, draws
 from lightning_hetpipe.run.run_settings import RunSettings
@@ -89,7 +90,6 @@ class Evaluation(TrainerRun):
         self.module: L.LightningModule = trainer.lightning_module
         self.precision = precision
         self.settings = settings
-        self.run_seed = run_seed
         self.generators = RandomGenerators(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
@@ -198,13 +198,13 @@ class Evaluation(TrainerRun):
                 warnings.warn(f"the evaluation of '{name}' does not run in the pipeline: {reason}", stacklevel=2)
 
 
-class EvaluationRun(Driver[EvaluationBatch]):
+class EvaluationRun(Driver):
     """One run of the loop of ``evaluation``."""
 
     def __init__(self, evaluation: Evaluation) -> None:
         super().__init__()
         self._evaluation = evaluation
-        self._evaluator: Evaluator
+        self._generators: RandomGenerators
         self._ahead: tuple[DataFetcher, LookAhead] | None = None
         self._steps = 0
         self._hook = ""
@@ -228,7 +228,7 @@ class EvaluationRun(Driver[EvaluationBatch]):
         if self._ahead is None:  # the user's step fetches batches itself
             return native(*args)
         self._steps += 1
-        if self._steps in self.pool.minibatches:
+        if self.pipeline is not None and self._steps in self.pipeline.minibatches:
             return self.finish(self._steps, args).output
         return self._first(hook, native, *args) if self._steps == 1 else native(*args)
 
@@ -243,6 +243,8 @@ class EvaluationRun(Driver[EvaluationBatch]):
             )
             return native(*args)
         settings.waited_in()
+        trainer = evaluation.trainer
+        self._generators = replace(evaluation.generators, evaluation=f"{trainer.state.stage} {trainer.global_step}")
         with own_state(self._state(1)):  # a state that, like later batches', depends on no thread's timing
             calls: list[nn.Module] = []
             state = CarriedState(evaluation.module, calls)
@@ -250,8 +252,8 @@ class EvaluationRun(Driver[EvaluationBatch]):
             watch = EvaluationWatch(
                 evaluation.module,
                 evaluation.names,
-                evaluation.generators,
-                self._tag(1),
+                self._generators,
+                1,
                 capture_timeout=settings.capture_timeout,
                 known=pieces,
                 calls=calls,
@@ -291,36 +293,34 @@ class EvaluationRun(Driver[EvaluationBatch]):
         return self._steps
 
     def runs_ahead(self) -> bool:
-        return bool(self.pool.stages)
+        return self.pipeline is not None
 
     def ahead_limit(self) -> int:
-        return self.pool.in_flight
+        return self._evaluation.in_flight
 
     def prepare(self, batch: Any, dataloader_idx: int) -> Any:
         return prepared(batch, dataloader_idx, self._evaluation.trainer, self._evaluation.precision)
 
     def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        evaluation, evaluator, hook = self._evaluation, self._evaluator, self._hook
+        assert self.pipeline is not None
+        evaluation, hook = self._evaluation, self._hook
         args = evaluation_arguments(evaluation.loop, hook, batch, batch_idx, dataloader_idx)
+        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        context, section = self.around_user(number)
 
-        def step() -> Any:
+        def run() -> tuple[Any, None]:
             with evaluation.context(hook), OperandsTogether(evaluation.settings.devices):
-                return getattr(evaluation.module, hook)(*args)
+                return getattr(evaluation.module, hook)(*args), None
 
-        evaluator.launch(EvaluationBatch(evaluator, number, step, *self.around_user(number)))
+        def around() -> Around:
+            return opened([torch.inference_mode(inference), torch.set_grad_enabled(gradients), context()])
 
-    # Random numbers.
-
-    def _tag(self, number: int | None = None) -> str:
-        """Name this evaluation, or its batch ``number``, for random numbers."""
-        trainer = self._evaluation.trainer
-        name = f"{trainer.state.stage} {trainer.global_step}"
-        return name if number is None else f"{name} {number}"
+        self.pipeline.submit(number, Step(run, around, section))
 
     def _state(self, number: int) -> ProcessState:
         """Return the process-wide state with which batch ``number`` begins."""
-        settings = self._evaluation.settings
-        return ProcessState.seeded(self._evaluation.run_seed, settings.virtual_worker, self._tag(number))
+        own = self._generators
+        return ProcessState.seeded(own.run_seed, own.virtual_worker, own.batch(number))
 
     # The pipeline.
 
@@ -333,18 +333,22 @@ class EvaluationRun(Driver[EvaluationBatch]):
             evaluation.plan(pieces, default_dtype)
         layout, in_flight = evaluation.layout, evaluation.in_flight
         assert layout is not None
-        self._evaluator = evaluator = Evaluator(
+        self.extensions.add(EvaluatedPieces(evaluation, layout, pieces, self._generators, self))
+        engine = Engine(
             [(piece.name, piece.layers) for piece in evaluation.pieces],
             layout.split_points,
             layout.devices,
             StageSettings(
-                evaluation.generators, in_flight, settings.torch_threads, default_dtype, settings.before_pass
+                self._generators,
+                in_flight,
+                settings.torch_threads,
+                default_dtype,
+                settings.before_pass,
+                evaluates=True,
             ),
             settings.timeout,
-            self._tag(),
         )
         versions = Versions(STASH, in_flight, empty_at=1)
-        self.extensions.add(EvaluatedPieces(evaluation, layout, evaluator, pieces, self._tag))
         self.extensions.add(
             UnchangedWeights(evaluation.pieces),
             RandomStates(self._state),
@@ -352,7 +356,7 @@ class EvaluationRun(Driver[EvaluationBatch]):
             SharedValues(module, [piece.module for piece in evaluation.pieces], lambda: versions),
             *[Attributes(part, lambda: versions) for part in (module, *evaluation.parts)],
         )
-        self.start(evaluator)
+        self.start(engine)
 
 
 class UnchangedWeights(Extension):
@@ -372,39 +376,40 @@ class UnchangedWeights(Extension):
 
 
 class EvaluatedPieces(PieceForwards):
-    """Replacement of the ``forward`` of the pieces of ``evaluation``. ``evaluator`` runs the ``pipelined`` ones."""
+    """Replacement of the ``forward`` of the pieces of ``evaluation``. The pipeline runs the ``pipelined`` ones, whose
+    live layers draw from ``generators`` meanwhile."""
 
     def __init__(
         self,
         evaluation: Evaluation,
         layout: Layout,
-        evaluator: Evaluator,
         pipelined: Sequence[Piece],
-        tag: Callable[[int], str],
+        generators: RandomGenerators,
+        driver: Driver,
     ) -> None:
-        super().__init__(evaluation.pieces, layout, evaluator)
+        super().__init__(evaluation.pieces, layout, driver)
         self._evaluation = evaluation
         self._pipelined = pipelined
-        self._tag = tag
+        self._generators = generators
+        self._undo.enter_context(
+            attached({layer.name: layer.module for piece in evaluation.pieces for layer in piece.layers})
+        )
 
-    def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
-        batch = current()
-        if not isinstance(batch, EvaluationBatch) or piece not in self._pipelined:
+    def through_pipeline(self, minibatch: Minibatch, index: int, piece: Piece, call: ModuleCall) -> Any:
+        if piece not in self._pipelined or torch.is_grad_enabled() or (has_own_seed() and draws(piece)):
             return NOT_TAKEN
-        if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
-            return NOT_TAKEN
-        if has_own_seed() and draws(piece):
+        if any(part.training for part in piece.module.modules()):
             return NOT_TAKEN
         try:
             with call.own_forward():  # an input of a new kind is captured now
                 value = piece.value(call.args, call.kwargs)
                 if piece.captured is not None and piece.captured.changed(value) is not None:
-                    given, tag = (call.args, call.kwargs), self._tag(batch.number)
-                    compare(piece, given, value, self._evaluation.generators, tag, batch.calls[index])
+                    given, ordinal = (call.args, call.kwargs), minibatch.calls_of(index)
+                    compare(piece, given, value, self._generators, minibatch.number, ordinal)
         except SettingError as error:
             self._evaluation.warn({piece.name: str(error)})
             return NOT_TAKEN
-        return batch.call(index, piece.name, value)
+        return minibatch.call(index, piece.name, value, lambda given: given)
 
 
 def _bytes(module: nn.Module) -> int:

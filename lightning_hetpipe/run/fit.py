@@ -8,7 +8,7 @@ are measured and divided into stages, and the version that it used is stashed. F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,7 +79,7 @@ from lightning_hetpipe.run.trainer_run import TrainerRun, default_dtype_in
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
-class Fit(Driver[Minibatch], TrainerRun):
+class Fit(Driver, TrainerRun):
     """One ``fit`` with its validation. At the end of training it passes its report to ``reported``."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Fit(Driver[Minibatch], TrainerRun):
         self.extensions.add(*filter(None, [self._recording]), *profiled_sections(self._trainer))
         if isinstance(self._synchroniser, Synchroniser):
             shares = self._synchroniser.shares
-            pace = Pace(lambda: self.pool.minibatches.values()) if shares is not None and shares.adapts else None
+            pace = Pace(self._minibatches) if shares is not None and shares.adapts else None
             cuts = WavesAndCuts(self._trainer, self._synchroniser, preemption, self, pace)
             self.extensions.add(*filter(None, [pace]), cuts)
         if self._settings.is_spread:
@@ -181,7 +181,7 @@ class Fit(Driver[Minibatch], TrainerRun):
             self._prediction.restore(changes)
 
     def trained_in_flight(self, before: int) -> int:
-        return self.pool.in_flight
+        return 1 if self.pipeline is None else self.pipeline.in_flight
 
     # Lightning's step.
 
@@ -236,10 +236,10 @@ class Fit(Driver[Minibatch], TrainerRun):
 
     def _validate(self, redirect: Redirect) -> Any:
         """Run Lightning's validation loop while minibatches in flight wait."""
-        number, engine = self.begun(), self.pipeline
-        if engine is not None:
+        number = self.begun()
+        if self.pipeline is not None:
             with self.doing("drain", number):
-                engine.drain()
+                self.pipeline.drain()
         elif isinstance(self._inline, FirstMinibatch):  # a check before that
             return redirect.original()
         with self.extensions.around(Extension.evaluating, number), self.doing("evaluation", number):
@@ -421,7 +421,6 @@ class Fit(Driver[Minibatch], TrainerRun):
             layout,
             self._generators,
             driver=self,
-            engine=engine,
             context=context,
             evaluates=self._evaluation.is_worth_it,
         )
@@ -439,11 +438,14 @@ class Fit(Driver[Minibatch], TrainerRun):
             self._around.append(_Unlocked(engine, self._around))
         add(calls, telemetry)
         self._lacking = engine.lacking
-        self.pipeline, self.devices = engine, layout.devices
+        self.devices = layout.devices
         self.start(engine)
         engine.begin(number - 1, forwards=number)
         stages.await_hosts()
         telemetry.meter.start()  # what comes before is no time of training
+
+    def _minibatches(self) -> Iterable[Minibatch]:
+        return () if self.pipeline is None else self.pipeline.minibatches.values()
 
     def _let_go(self) -> None:
         with suppress(HostLost):  # the fit fails with it already

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec
 
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection, UserSections
 
 P = ParamSpec("P")
@@ -54,7 +54,7 @@ class Extension:
     def arrived(self, minibatch: int) -> None:
         """Lightning's loop is at the step of ``minibatch``, which is done or has failed. A fit has its gradients."""
 
-    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
+    def finished(self, minibatch: Minibatch, args: Sequence[Any]) -> None:
         """The minibatch has succeeded, and Lightning's buffers have the values that its forward left."""
 
     def stepped(self, version: int) -> None:

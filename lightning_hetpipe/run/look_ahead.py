@@ -73,7 +73,7 @@ class _Fetched:
 class LookAhead(DataFetcher):
     """A fetcher before Lightning's fetcher ``inner`` for one epoch."""
 
-    def __init__(self, inner: DataFetcher, driver: Driver[Any]) -> None:
+    def __init__(self, inner: DataFetcher, driver: Driver) -> None:
         super().__init__()
         self._combined_loader = inner.combined_loader
         self.iterator = inner.iterator
@@ -103,7 +103,7 @@ class LookAhead(DataFetcher):
             # Lightning has told us where a resumed epoch stands, and what to call around a fetch.
             self._inner.fetched = max(self._inner.fetched, self.fetched)
             share_profiling(self, self._inner)
-            self._redirects += with_workers(self._inner, self._driver.unlocked, lambda: self._driver.pool.drain())
+            self._redirects += with_workers(self._inner, self._driver.unlocked, self._driver.drain)
             self._first = False
         self._driver.next_batch()
         if not self._driver.runs_ahead():

@@ -18,12 +18,9 @@ from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, Module
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
-from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing, draws_now
-from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.minibatch import Minibatch
-from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch, current
 from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection, has_own_seed
 from lightning_hetpipe.placement.layout import Layout
 from lightning_hetpipe.run.driver import Driver
@@ -37,14 +34,14 @@ def draws(piece: Piece) -> bool:
 
 class PieceForwards(Extension):
     """Replacement of the ``forward`` of each of ``pieces``, which are in the order of the user's step. Computations of
-    ``pool`` pause while a piece is captured anew."""
+    the pipeline of ``driver`` pause while a piece is captured anew."""
 
-    def __init__(self, pieces: Sequence[Piece], layout: Layout, pool: RunnerPool[Any]) -> None:
+    def __init__(self, pieces: Sequence[Piece], layout: Layout, driver: Driver) -> None:
         self._layout = layout
         self._undo = ExitStack()
         for captured in filter(None, [piece.captured for piece in pieces]):
             self._undo.callback(setattr, captured, "exclusive", captured.exclusive)
-            captured.exclusive = pool.compute_lock.exclusive
+            captured.exclusive = driver.alone
         self._pieces = {piece.module: (index, piece) for index, piece in enumerate(pieces)}
         self.interceptor = Interceptor([(piece.name, piece.module) for piece in pieces], self._answer)
         self._undo.callback(self.interceptor.remove)
@@ -52,13 +49,14 @@ class PieceForwards(Extension):
     def closed(self) -> None:
         self._undo.close()
 
-    def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
+    def through_pipeline(self, minibatch: Minibatch, index: int, piece: Piece, call: ModuleCall) -> Any:
         """Run piece number ``index`` in the pipeline, or return ``NOT_TAKEN`` if it does not take the call."""
         raise NotImplementedError
 
     def _answer(self, call: ModuleCall) -> Any:
         index, piece = self._pieces[call.module]
-        output = self.through_pipeline(index, piece, call)
+        minibatch = current()
+        output = NOT_TAKEN if minibatch is None else self.through_pipeline(minibatch, index, piece, call)
         if output is NOT_TAKEN and self._layout.is_spread():
             with call.own_forward(), OperandsTogether(self._layout.devices):
                 return move_data_to_device(call.run(), self._layout.devices[-1])
@@ -66,7 +64,7 @@ class PieceForwards(Extension):
 
 
 class PieceCalls(PieceForwards):
-    """Replacement of the ``forward`` of ``pieces`` in a fit. The stages of ``engine`` follow changes of the pieces.
+    """Replacement of the ``forward`` of ``pieces`` in a fit. The stages of ``driver`` follow changes of the pieces.
     ``context`` is opened while layers are captured anew. ``evaluates`` returns whether an evaluation runs in its own
     pipeline, through the modules' own ``forward``."""
 
@@ -76,14 +74,13 @@ class PieceCalls(PieceForwards):
         layout: Layout,
         generators: RandomGenerators,
         *,
-        driver: Driver[Minibatch],
-        engine: Engine,
+        driver: Driver,
         context: Callable[[], Around],
         evaluates: Callable[[], bool],
     ) -> None:
-        super().__init__(pieces, layout, engine)
+        super().__init__(pieces, layout, driver)
         self._generators = generators
-        self._driver, self._engine, self._context, self._evaluates = driver, engine, context, evaluates
+        self._driver, self._context, self._evaluates = driver, context, evaluates
         self._first: int | None = None  # minibatch of the epoch, in which graphs are compared with their modules
         self._modes: list[bool] = []
         self._fingerprint = Fingerprint(pieces)  # with the redirects, which are no change
@@ -100,10 +97,10 @@ class PieceCalls(PieceForwards):
         return SectionBetween(take_modes, lambda: None)
 
     def settled(self, version: int) -> None:
-        changed = self._fingerprint.changed()
-        if changed is None:
+        changed, pipeline = self._fingerprint.changed(), self._driver.pipeline
+        if changed is None or pipeline is None:
             return
-        if not self._driver.restarts and self._driver.pool.minibatches:
+        if not self._driver.restarts and pipeline.minibatches:
             raise SettingError(
                 f"'{changed}' of the pipelined layers was changed after minibatch {version}, while later minibatches"
                 " were in flight; change it at the start or end of an epoch, or set in_flight=1"
@@ -111,15 +108,14 @@ class PieceCalls(PieceForwards):
         with self._context(), self.interceptor.suspended():
             self._fingerprint.follow()
         self._driver.restarts = True  # a pipeline of new copies starts empty
-        self._engine.copy_layers()
+        pipeline.copy_layers()
         self._fingerprint.take()
 
     def evaluating(self, minibatch: int) -> Around:
         return self.interceptor.suspended() if self._evaluates() else NOTHING
 
-    def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
-        minibatch = current()
-        if not isinstance(minibatch, Minibatch) or torch.is_inference_mode_enabled():
+    def through_pipeline(self, minibatch: Minibatch, index: int, piece: Piece, call: ModuleCall) -> Any:
+        if torch.is_inference_mode_enabled():
             return NOT_TAKEN
         self._check(index, piece.name)
 

@@ -31,8 +31,7 @@ from lightning_hetpipe.lightning_private import (
 from lightning_hetpipe.pipeline.memory import explain
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.minibatch import Minibatch
+from lightning_hetpipe.pipeline.user.minibatch import current
 from lightning_hetpipe.placement import emulated_speeds
 from lightning_hetpipe.placement.optimizer_states import load_state
 from lightning_hetpipe.reporting.report import RunReport
@@ -401,7 +400,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write one file with the training state of all virtual workers, on virtual worker 0. All call this method."""
-        if self._in_flight_now() > 1 and isinstance(current(), Minibatch):
+        if self._in_flight_now() > 1 and (minibatch := current()) is not None and not minibatch.evaluates:
             raise run_settings.saving_ahead()
         if (in_flight := self._run.trained_in_flight(self.last_run.in_flight)) > 1:
             note(checkpoint, "in_flight", in_flight)

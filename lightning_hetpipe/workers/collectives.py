@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.minibatch import Minibatch
+from lightning_hetpipe.pipeline.user.minibatch import current
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
@@ -82,8 +81,8 @@ def tensors_of_first(group: Group, tensors: Sequence[Tensor], what: str) -> list
 def runs_ahead(in_flight: int) -> bool:
     """Return True if this thread runs a user's step ahead of Lightning's loop, given Nm. Other virtual workers are
     elsewhere then."""
-    batch = current()
-    return batch is not None and (in_flight > 1 or not isinstance(batch, Minibatch))
+    minibatch = current()
+    return minibatch is not None and (in_flight > 1 or minibatch.evaluates)
 
 
 def is_logging() -> bool:

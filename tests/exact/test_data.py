@@ -210,7 +210,7 @@ def test_workers_that_start_in_the_middle_of_an_epoch() -> None:
     working: list[int] = []
 
     def starts() -> None:
-        working.append(sum(1 for m in cast(Any, strategy._run).pool.minibatches.values() if not m.ended))
+        working.append(sum(1 for m in cast(Any, strategy._run)._minibatches() if not m.ended))
 
     def lag(*_: Any) -> None:
         threading.Event().wait(0.01)  # so that the loader gets ahead of the stages

@@ -133,7 +133,7 @@ MUTATIONS = (
     Mutation(
         "L2",
         "the last stage goes on with others between forward and backward",
-        "pipeline/stage_thread.py",
+        "pipeline/stage.py",
         "return self._next_of(number) if isinstance(message, Forward) and message.last else None",
         "return None",
         ("tests/pipeline/test_recorded_order.py",),
@@ -161,7 +161,7 @@ MUTATIONS = (
         "run/driver.py",
         "        self._step_over(version)\n        tell(",
         """        if not self.restarts:
-            pool = self.pool
+            pool = self.pipeline
             pool.publish(version)
             pool.publish = lambda version: vars(pool).pop("publish")
         self._step_over(version)
@@ -346,12 +346,12 @@ MUTATIONS = (
     Mutation(
         "L8",
         "a minibatch keeps the lock while it waits for the pipeline",
-        "pipeline/user/batch_in_flight.py",
+        "pipeline/user/minibatch.py",
         """            self.in_user_code = False
-            self._pipeline.lock.release()""",
+            self._engine.lock.release()""",
         """            self.in_user_code = False
             if for_good:
-                self._pipeline.lock.release()""",
+                self._engine.lock.release()""",
         (_ENGINE, "-k", "user_code_is_never_concurrent or pieces_with_user_code"),
         hangs=True,
     ),
@@ -359,7 +359,7 @@ MUTATIONS = (
         "L8",
         "Lightning's thread keeps the lock while it waits",
         "run/driver.py",
-        "return nullcontext() if current() is not None else self.pool.unlocked()",
+        "return nullcontext() if self.pipeline is None or current() is not None else self.pipeline.unlocked()",
         "return nullcontext()",
         ("tests/exact/test_data.py", "-k", "next_batch"),
     ),
@@ -386,8 +386,8 @@ MUTATIONS = (
         "L9",
         "buffers are shown that a later forward has left",
         "pipeline/engine.py",
-        "live.show(stage.state(minibatch.number))",
-        "live.show(stage.state(minibatch.number + 1))",
+        "stage.live.show(stage.state(minibatch.number))",
+        "stage.live.show(stage.state(minibatch.number + 1))",
         ("tests/exact/test_grid.py",),
     ),
     Mutation(

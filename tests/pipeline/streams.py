@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams, UserStream
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, current
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch, current
 from lightning_hetpipe.torch_private.graphs import arguments_of
 from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
 from lightning_hetpipe.torch_private.tensors import pytree
@@ -40,7 +40,7 @@ class StreamRaces:
         self, broken: Callable[[str, FakeStream], bool] = lambda what, stream: False, host_inputs: bool = False
     ) -> None:
         self.host_inputs = host_inputs
-        self.called: set[BatchInFlight] = set()
+        self.called: set[Minibatch] = set()
         self.races: list[str] = []
         self.broken = broken
         self.lock = threading.Lock()

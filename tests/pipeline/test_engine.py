@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
-from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
+from lightning_hetpipe.pipeline.user.minibatch import current
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp
 from tests.support.marks import quick
 

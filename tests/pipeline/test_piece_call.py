@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.errors import PipelineRefusal
-from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.streams import StreamEvent, UserStream
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.values import Value, tensors_of
@@ -20,7 +19,7 @@ from lightning_hetpipe.rules.schedule import Call
 
 def run(piece: int, inputs: Any, outputs: Any, outside: UserStream | None = None) -> tuple[PieceCall, Any]:
     """A call of a piece that was given ``inputs``, and whose pipeline gave ``outputs``."""
-    call = PieceCall(Call(piece, piece), Value.of(inputs), Autocast.current(), outside or UserStream())
+    call = PieceCall(Call(piece, piece), inputs, outside or UserStream())
     return call, call.connect(tensors_of(inputs), Value.of(outputs))
 
 

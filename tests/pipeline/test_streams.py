@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 
 from benchmarks.line import Line
 from lightning_hetpipe.pipeline import values
-from lightning_hetpipe.pipeline.evaluator import Evaluator
+from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_thread import Loss
@@ -368,9 +368,9 @@ def test_evaluating_threads_share_the_streams_of_all_devices(torch_streams: type
     theirs = {device: FakeTorchStream(device) for device in (first, second)}
     torch_streams.current = dict(theirs)
     layers = [Layer(name, nn.Tanh()) for name in ("first", "second")]
-    settings = StageSettings(RandomGenerators(0), 2, 1, None)
-    evaluator = Evaluator([("piece", layers)], (0, 1), (first, second), settings, 60.0, "validation")
-    for stage in evaluator.stages:
+    settings = StageSettings(RandomGenerators(0), 2, 1, None, evaluates=True)
+    engine = Engine([("piece", layers)], (0, 1), (first, second), settings, 60.0)
+    for stage in engine.stages:
         torch_streams.current = {
             first: FakeTorchStream(first),
             second: FakeTorchStream(second),

@@ -44,7 +44,7 @@ class Registers(L.Callback):
         assert self._trainer is not None
         strategy: Any = self._trainer.strategy
         self.calls += 1
-        for minibatch in 20 * [*strategy._run.pool.minibatches.values()]:  # a hook that takes its time
+        for minibatch in 20 * [*strategy._run._minibatches()]:  # a hook that takes its time
             if minibatch.in_user_code:
                 self.running.append(minibatch.number)
 

@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
 from torchmetrics.regression import MeanSquaredError
 
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.torch_private.tensors import pytree
 from tests.support.trainers import quiet_trainer
@@ -51,7 +51,7 @@ def recording(replay: Replay) -> Iterator[int]:
 
 def replayed(replay: Replay, number: int) -> None:
     """Lightning's loop is at that minibatch."""
-    replay.finished(cast(BatchInFlight, SimpleNamespace(number=number)), ())
+    replay.finished(cast(Minibatch, SimpleNamespace(number=number)), ())
 
 
 class AheadStrategy(SingleDeviceStrategy):

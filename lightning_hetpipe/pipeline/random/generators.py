@@ -46,17 +46,24 @@ from lightning_hetpipe.pipeline.user.user_section import has_own_seed
 @dataclass(frozen=True)
 class RandomGenerators:
     """Source of all random generators of one run. With ``deterministic``, it refuses operations that can draw from a
-    default generator only (CUDA's fused attention and RNN with dropout)."""
+    default generator only (CUDA's fused attention and RNN with dropout). ``evaluation`` names an evaluation among those
+    of the run, and is empty in training."""
 
     run_seed: int
     virtual_worker: int = 0
     deterministic: bool = False
+    evaluation: str = ""
+
+    def batch(self, minibatch: int | str) -> int | str:
+        """Return the name of ``minibatch`` among all batches of the run."""
+        return f"{self.evaluation} {minibatch}" if self.evaluation else minibatch
 
     def generator(
         self, minibatch: int | str, path: str, ordinal: int, device: torch.device, call: int = 0
     ) -> torch.Generator:
         """Return a fresh generator on ``device`` for random operation ``ordinal`` (0, 1, ...) of module ``path``.
         ``call`` is the number of earlier calls of the pipelined module in the minibatch."""
+        minibatch = self.batch(minibatch)
         if call:
             minibatch = f"{minibatch}.{call}"
         name = f"{self.run_seed}|{self.virtual_worker}|{minibatch}|{ordinal}|{path}"
@@ -65,8 +72,8 @@ class RandomGenerators:
         return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") & (2**63 - 1))
 
     @contextmanager
-    def minibatch(self, minibatch: int | str, call: int = 0, *, in_user_code: bool = False) -> Iterator[None]:
-        """Context manager in which this thread's runs of attached layers belong to ``minibatch``, a number or a name.
+    def minibatch(self, minibatch: int, call: int = 0, *, in_user_code: bool = False) -> Iterator[None]:
+        """Context manager in which this thread's runs of attached layers belong to ``minibatch``.
 
         They are call number ``call`` of a pipelined module. A stage enters the context for each forward, and ordinals
         start at 0. Outside, attached modules run as if unattached. A seed that user code sets governs draws
@@ -80,7 +87,7 @@ class RandomGenerators:
 
     @contextmanager
     def watch(
-        self, layers: Mapping[str, nn.Module], minibatch: int | str, call: int = 0
+        self, layers: Mapping[str, nn.Module], minibatch: int, call: int = 0
     ) -> Iterator[dict[str, Callable[..., Any]]]:
         """Open :meth:`minibatch` with ``layers`` :func:`attached`, in user code. Yield what to call for each layer. A
         call of the layer itself draws alike, unless layers share a module."""
@@ -328,7 +335,7 @@ class _Positioned:
 class _Draws(RandomOperators):
     """The draws of one call in one minibatch, in one thread."""
 
-    def __init__(self, generators: RandomGenerators, minibatch: int | str, call: int, in_user_code: bool) -> None:
+    def __init__(self, generators: RandomGenerators, minibatch: int, call: int, in_user_code: bool) -> None:
         super().__init__(fused=not generators.deterministic)
         self.in_user_code = in_user_code
         self.generators = generators

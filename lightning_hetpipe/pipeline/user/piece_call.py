@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.streams import StreamEvent, UserStream
+from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, UserStream
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved, run_backward
 from lightning_hetpipe.rules.schedule import Call
 from lightning_hetpipe.torch_private.autograd import graph_nodes
@@ -32,11 +32,12 @@ class PieceCall:
     So their gradient is there before the piece's own, which is added to it use by use, as in a plain backward.
     """
 
-    def __init__(self, which: Call, inputs: Value, autocast: Autocast, outside: UserStream) -> None:
+    def __init__(self, which: Call, inputs: Any, outside: UserStream | Stream) -> None:
         self.which = which
-        self.inputs = inputs
-        self.autocast = autocast
-        self.anchor = _ZERO.detach().requires_grad_()  # cheaper than a new tensor
+        self.inputs = Value.of(inputs)
+        self.autocast = Autocast.current()
+        self.inference = torch.is_inference_mode_enabled()
+        self.anchor: Tensor
         self.outside = outside
         self.collecting = False
         self.collected: StreamEvent | None = None
@@ -70,6 +71,7 @@ class PieceCall:
     def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
         """Join the call into the user's graph. Return the outputs as part of the graph that leads to ``inputs``."""
         self.outputs = len(outputs.tensors)
+        self.anchor = _ZERO.detach().requires_grad_()  # cheaper than a new tensor
         # Edges and not tensors, because a later in-place change moves a tensor to another place in the graph.
         self.given = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in inputs]
         below = [tensor for tensor in inputs if tensor.requires_grad]

@@ -1,4 +1,4 @@
-"""The pool of runners: threads of batches in flight, their way through stages, and the waits of Lightning's thread.
+"""The pool of runners: threads of minibatches in flight, their way through stages, and the waits of Lightning's thread.
 
 Lightning's thread holds the lock over user code except while it waits here.
 """
@@ -10,66 +10,37 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING
 
-from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, InputGradients, Result
-from lightning_hetpipe.pipeline.stage_thread import Parcel, StageThread
-from lightning_hetpipe.pipeline.streams import StreamEvent, WaitingStream
+from lightning_hetpipe.pipeline.stage_messages import Cancel
+from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.streams import WaitingStream
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
-from lightning_hetpipe.rules.schedule import Segment, segments
 
 if TYPE_CHECKING:
-    from lightning_hetpipe.pipeline.stage import Layer, StageSettings
-
-F = TypeVar("F", bound=BatchInFlight)
+    from lightning_hetpipe.pipeline.stage import Stage, StageSettings
+    from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 
 JOIN_SECONDS = 5.0
 """Seconds that closing waits for a thread before it reports the thread as stuck."""
 
 
-class RunnerPool(Generic[F]):
-    """A pool that runs up to ``in_flight`` batches, each in a runner's thread, and sends them through stages.
+class RunnerPool:
+    """A pool that runs up to ``in_flight`` minibatches, each in a runner's thread. A wait in which nothing moves for
+    ``timeout`` seconds ends with an explanation."""
 
-    Without ``settings`` it is idle: it has no stages, and is never started. ``following`` and ``preceding`` have the
-    next and the previous segment in its piece for each segment, or None.
-
-    Args:
-        pieces: Name and layers of each piece, in the order of first calls.
-        split_points: The first layer of each stage.
-        timeout: Seconds after which a wait in which nothing moves ends with an explanation.
-    """
-
-    doing = "training_step of minibatch"
-    """Name of a runner's user code in messages."""
-
-    stages: Sequence[StageThread] = ()
+    stages: Sequence[Stage]
     """Stages, whose threads start and end with the runners. User code computes on the last one's device."""
 
-    def __init__(
-        self,
-        name: str,
-        pieces: Sequence[tuple[str, Sequence[Layer]]] = (),
-        split_points: Sequence[int] = (),
-        settings: StageSettings | None = None,
-        timeout: float = 0.0,
-    ) -> None:
-        self.in_flight = 1 if settings is None else settings.in_flight
-        self.piece_names = [name for name, _ in pieces]
-        self._layers = [layer for _, own in pieces for layer in own]
-        self._segments = segments([len(own) for _, own in pieces], split_points) if pieces else ()
-        self._of_piece = [[part for part in self._segments if part.piece == piece] for piece in range(len(pieces))]
-        self.following: list[Segment | None] = [part for own in self._of_piece for part in (*own[1:], None)]
-        self.preceding: list[Segment | None] = [part for own in self._of_piece for part in (None, *own[:-1])]
+    def __init__(self, settings: StageSettings, timeout: float) -> None:
+        self.in_flight, self.evaluates = settings.in_flight, settings.evaluates
         self.lock = UserLock()
         self.watchdog = Watchdog(timeout, lambda: self.lock.held, self.describe)
         self.compute_lock = ReadersWriterLock(self.watchdog)
-        self.minibatches: dict[int, F] = {}
-        self._name = name
-        self._torch_threads = 1 if settings is None else settings.torch_threads
-        self._runners: list[Worker[F]] = []
+        self.minibatches: dict[int, Minibatch] = {}
+        self._torch_threads = settings.torch_threads
+        self._runners: list[Worker[Minibatch]] = []
         self._lost_lock = True  # before the start, and where a thread is stuck with the lock over user code
         self._unlocked = False  # Lightning's thread is within `unlocked`
 
@@ -78,38 +49,28 @@ class RunnerPool(Generic[F]):
         for stage in self.stages:
             stage.start()
         enter = WaitingStream(self.stages[-1].device, [stage.device for stage in self.stages]).enter
-        self._runners = [
-            Worker(f"{self._name}-{index}", _run, self._torch_threads, enter) for index in range(self.in_flight)
-        ]
+        name = "hetpipe-evaluation" if self.evaluates else "hetpipe-runner"
+        self._runners = [Worker(f"{name}-{index}", _run, self._torch_threads, enter) for index in range(self.in_flight)]
         self._take_lock()
 
-    def launch(self, batch: F) -> None:
-        """Put ``batch``, the next one, in flight."""
-        self.minibatches[batch.number] = batch
-        self.lock.request(batch.start)
-        self._runners[batch.number % self.in_flight].put(batch)
+    def launch(self, minibatch: Minibatch) -> None:
+        """Put ``minibatch``, the next one, in flight."""
+        self.minibatches[minibatch.number] = minibatch
+        self.lock.request(minibatch.start)
+        self._runners[minibatch.number % self.in_flight].put(minibatch)
 
-    def finish(self, number: int) -> F:
+    def finish(self, number: int) -> Minibatch:
         """Wait for minibatch ``number``, and take it out of the pipeline. Its error, if any, is raised with the
         traceback of the thread in which it happened."""
-        batch = self.minibatches[number]
-        self._wait_for(batch)
+        minibatch = self.minibatches[number]
+        self._wait_for(minibatch)
         del self.minibatches[number]
-        if batch.failure is not None:
-            raise batch.failure
-        return batch
-
-    def begin(self, version: int) -> None:
-        """Start with an empty pipeline at ``version``, the live weights."""
-
-    def publish(self, version: int) -> None:
-        """Make ``version`` of the live weights."""
-
-    def show(self, batch: F) -> None:
-        """Copy the buffers that the forward of ``batch`` left into the live buffers."""
+        if minibatch.failure is not None:
+            raise minibatch.failure
+        return minibatch
 
     def drain(self) -> None:
-        """Wait until nothing is in motion. Batches that ended wait for their :meth:`finish`."""
+        """Wait until nothing is in motion. Minibatches that ended wait for their :meth:`finish`."""
         for number in sorted(self.minibatches):
             self._wait_for(self.minibatches[number])
 
@@ -164,15 +125,15 @@ class RunnerPool(Generic[F]):
 
     def close(self) -> None:
         """Drop what is in flight and end every thread. Warn of a thread that is stuck in a layer or in user code."""
-        workers: list[Worker[F] | StageThread] = [*self._runners, *self.stages]
+        workers: list[Worker[Minibatch] | Stage] = [*self._runners, *self.stages]
         if not workers:
             return
         deadline = time.monotonic() + JOIN_SECONDS
         try:
             self._cancel()
             if self.watchdog.given_up is None:
-                for batch in self.minibatches.values():
-                    self._wait_for(batch, deadline)
+                for minibatch in self.minibatches.values():
+                    self._wait_for(minibatch, deadline)
         finally:
             try:
                 with ExitStack() as ends:  # all end, even if one fails
@@ -181,7 +142,7 @@ class RunnerPool(Generic[F]):
             finally:
                 self._join(workers, deadline)
 
-    def _join(self, workers: Sequence[Worker[F] | StageThread], deadline: float) -> None:
+    def _join(self, workers: Sequence[Worker[Minibatch] | Stage], deadline: float) -> None:
         stuck = [w for w in workers if not w.join(max(0.1, deadline - time.monotonic()))]
         if stuck:
             warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=3)
@@ -193,9 +154,10 @@ class RunnerPool(Generic[F]):
 
     def describe(self) -> str:
         """Describe each stage and each minibatch in flight, for messages."""
-        unfinished = [batch for batch in self.minibatches.values() if not batch.ended]
-        running = [f"{self.doing} {batch.number} is running" for batch in unfinished if batch.in_user_code]
-        numbers = ", ".join(str(batch.number) for batch in unfinished) or "none"
+        unfinished = [minibatch for minibatch in self.minibatches.values() if not minibatch.ended]
+        doing = "the evaluation of batch" if self.evaluates else "training_step of minibatch"
+        running = [f"{doing} {minibatch.number} is running" for minibatch in unfinished if minibatch.in_user_code]
+        numbers = ", ".join(str(minibatch.number) for minibatch in unfinished) or "none"
         return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
 
     def _let_go(self) -> None:
@@ -203,13 +165,13 @@ class RunnerPool(Generic[F]):
 
     # Waiting.
 
-    def _wait_for(self, batch: F, deadline: float | None = None) -> None:
-        if batch.ended or self._lost_lock:
+    def _wait_for(self, minibatch: Minibatch, deadline: float | None = None) -> None:
+        if minibatch.ended or self._lost_lock:
             self.offer()
             return
-        ticket = Ticket(Precedence.MAIN, batch.number)
-        ask = partial(batch.when_ended, lambda: self.lock.request(ticket))
-        self._await(ticket, ask, f"Lightning's step for minibatch {batch.number}", release=True, deadline=deadline)
+        ticket = Ticket(Precedence.MAIN, minibatch.number)
+        ask = partial(minibatch.when_ended, lambda: self.lock.request(ticket))
+        self._await(ticket, ask, f"Lightning's step for minibatch {minibatch.number}", release=True, deadline=deadline)
 
     def _take_lock(self) -> None:
         ticket = Ticket(Precedence.MAIN, 0)
@@ -243,50 +205,17 @@ class RunnerPool(Generic[F]):
                 self.lock.abandon(ticket)
 
     def _cancel(self) -> None:
-        for batch in self.minibatches.values():
-            batch.cancelled = True
-            self.abandon(batch)
+        for minibatch in self.minibatches.values():
+            minibatch.cancelled = True
+            self.abandon(minibatch)
 
     # Stages.
 
-    def abandon(self, batch: F) -> None:
-        """Make stages forget ``batch``, for which no thread waits any more."""
+    def abandon(self, minibatch: Minibatch) -> None:
+        """Make stages forget ``minibatch``, for which no thread waits any more."""
         for stage in self.stages:
-            stage.put(Parcel(Cancel(batch.number)))
-
-    def _forward(self, batch: F, segment: Segment, value: Any, event: StreamEvent | None) -> None:
-        """Send ``value`` of ``batch``, which is computed behind ``event``, into ``segment``."""
-        raise NotImplementedError
-
-    def _backward_done(self, batch: F, result: InputGradients, event: StreamEvent | None) -> None:
-        """Send on the gradients from a segment."""
-        raise NotImplementedError
-
-    def _done(self, result: Result, event: StreamEvent | None) -> None:
-        """Send a batch to its next stage, or at the end of a piece to its runner. Called in stages' threads."""
-        batch = self.minibatches.get(result.minibatch)
-        if batch is None:  # it has failed, and nobody waits for it
-            return
-        if isinstance(result, Failure):
-            batch.deliver(result.error)
-        elif batch.cancelled:
-            batch.deliver(Discarded())
-        elif isinstance(result, InputGradients):
-            self._backward_done(batch, result, event)
-        elif (following := self.following[result.segment]) is None:
-            batch.deliver(result.value, event)
-        else:
-            self._forward(batch, following, result.value, event)
+            stage.put(Parcel(Cancel(minibatch.number)))
 
 
-class _IdlePool(RunnerPool[Any]):
-    def __reduce__(self) -> str:  # copies of a run share it, as nothing changes it
-        return "NO_STAGES"
-
-
-NO_STAGES: RunnerPool[Any] = _IdlePool("hetpipe-idle")
-"""Pool of a run without stages."""
-
-
-def _run(batch: BatchInFlight) -> None:
-    batch.context.run(batch.run)
+def _run(minibatch: Minibatch) -> None:
+    minibatch.context.run(minibatch.run)

@@ -40,7 +40,7 @@ from torchmetrics.wrappers import MetricTracker
 from lightning_hetpipe.accelerator import accelerates, default_generators
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.threads import PerThread
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.modules import children
@@ -87,7 +87,7 @@ class Replay(Extension):
             self._drop_shadows()
             raise
 
-    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
+    def finished(self, minibatch: Minibatch, args: Sequence[Any]) -> None:
         """Make the recorded calls. Their errors get a note with the line of ``training_step`` that made the call."""
         try:
             with self._context():

@@ -15,7 +15,6 @@ import lightning as L
 
 from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement.layout import Layout
 from lightning_hetpipe.reporting.report import Meter, RunReport
@@ -56,8 +55,7 @@ class Telemetry(Metered):
     def __post_init__(self) -> None:
         self.meter = Meter(len(self.engine.stages))
 
-    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
-        assert isinstance(minibatch, Minibatch)
+    def finished(self, minibatch: Minibatch, args: Sequence[Any]) -> None:
         self.meter.count(args[0] if args else None, minibatch.seconds)
         self._staleness = self.engine.versions.steps(minibatch.number)
 
@@ -101,7 +99,7 @@ class Pace(Extension):
     ``in_flight`` returns the minibatches in flight, ``now`` the time in seconds.
     """
 
-    in_flight: Callable[[], Iterable[BatchInFlight]]
+    in_flight: Callable[[], Iterable[Minibatch]]
     now: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -125,7 +123,7 @@ class Pace(Extension):
             self._minibatches += 1
         self._seconds = now - self._first - self._lost
 
-    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
+    def finished(self, minibatch: Minibatch, args: Sequence[Any]) -> None:
         """Record when ``minibatch`` was done, which is before Lightning's thread takes it."""
         if minibatch.number == self._awaited:
             self._awaited = 0

@@ -64,7 +64,7 @@ class WavesAndCuts(Extension):
     trainer: L.Trainer
     synchroniser: Synchroniser
     preemption: Preemption
-    driver: Driver[Any]
+    driver: Driver
     pace: Pace | None = None
 
     def __post_init__(self) -> None:
