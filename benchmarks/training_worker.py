@@ -81,7 +81,7 @@ class Window:
     profile: FolderProfile | None = None
     """CPU time by folder, if the task asks for it."""
     folders: list[dict[str, tuple[float, float]]] = field(default_factory=list)
-    """What the profile had at the window's beginning and end."""
+    """Totals of the profile at the window's beginning and end."""
 
     def __post_init__(self) -> None:
         if self.task.profile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class Fingerprint:
 
     def _found_beside(self) -> ReachedValues:
         """Return tensors and objects (configurations) in plain attributes, which may be changed in place."""
-        found = ReachedValues((), ())
+        found = ReachedValues((), (), most=sys.maxsize)
         for path, _, module in self._parts():
             for attribute, value in plain_attributes(module).items():
                 if isinstance(value, Tensor):

@@ -51,7 +51,7 @@ ENDS = 16
 """Number of compared items at each end of a longer container, if only ends are compared."""
 
 SOURCES = 2000
-"""Largest number of namespaces, containers and tensors that are watched."""
+"""Largest number of namespaces, containers and tensors that are watched, unless a caller bounds them."""
 
 SMALL = 65_536
 """Largest bytes of an array that is read with other values. The contents of a larger array are compared elsewhere."""
@@ -157,13 +157,16 @@ class ReachedValues:
         kinds: Classes of the watched objects.
     """
 
-    def __init__(self, names: Collection[str], left_out: Iterable[object], *, only_ends: bool = False) -> None:
+    def __init__(
+        self, names: Collection[str], left_out: Iterable[object], *, only_ends: bool = False, most: int = SOURCES
+    ) -> None:
         self.sources: list[_Source] = []
         self.plain: dict[str, Data] = {}
         self.parameters: list[nn.Parameter] = []
         self.kinds: set[type] = set()
         self._names = frozenset(names)
         self._only_ends = only_ends
+        self._most = most
         self._seen = {*map(id, left_out)}
         self._pending: deque[tuple[str, Any, int]] = deque()
         self._lost: list[str] = []  # context variables, what each thread has its own of, and iterators
@@ -259,7 +262,7 @@ class ReachedValues:
         names: Sequence[str] = (),
         write: Callable[[tuple[Any, ...]], None] | None = None,
     ) -> None:
-        if len(self.sources) < SOURCES:
+        if len(self.sources) < self._most:
             self.sources.append(_Source(path, names, read, write))
 
     def _follow(self, path: str, value: Any, depth: int) -> None:

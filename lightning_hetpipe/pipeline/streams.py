@@ -49,8 +49,9 @@ class Stream:
     def enter(self) -> None:
         """Enter the stream. Called first in the stage's thread."""
 
-    def record(self) -> StreamEvent | None:
-        """Return an event behind all work that this thread has given to the device, or None if it is computed."""
+    def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
+        """Return an event behind all work that this thread has given to ``devices``, or None if it is computed. A
+        stage's stream has one device, and ignores ``devices``."""
         return None
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
@@ -157,7 +158,7 @@ class DeviceStream(Stream):
     def enter(self) -> None:
         torch.accelerator.set_stream(self._stream)  # and with it this thread's device
 
-    def record(self) -> DeviceEvents:
+    def record(self, devices: Iterable[torch.device] = ()) -> DeviceEvents:
         return DeviceEvents([self._stream])
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
@@ -195,8 +196,7 @@ class DeviceStream(Stream):
 class UserStream:
     """Stream of user code and Lightning's thread, which never run at once: the threads' present streams."""
 
-    def record(self, devices: Iterable[torch.device]) -> StreamEvent | None:
-        """Return an event behind all work that this thread has given to ``devices``, or None if it is computed."""
+    def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
         streams = [torch.accelerator.current_stream(device) for device in set(devices) if accelerates(device)]
         return DeviceEvents(streams) if streams else None
 

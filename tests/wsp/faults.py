@@ -36,7 +36,6 @@ from lightning_hetpipe.server.transport.frames import Answer
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import TIMEOUT, Room
 from lightning_hetpipe.server.transport.security import Security
-from lightning_hetpipe.server.transport.shared_memory import Place
 from lightning_hetpipe.workers import join_handshake
 from tests.server.strangers import annoy
 from tests.support import forks
@@ -271,9 +270,10 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
 
             until(there, f"the others are not yet {what}")
 
-        def _look(self, place: Place) -> memoryview | None:
-            befall()  # before the reply's body is read where it lies
-            return super()._look(place)
+        def _took(self, answer: Answer, said: bytes, into: Room) -> bool:
+            if answer.place is not None:
+                befall()  # before the reply's body is read where it lies
+            return super()._took(answer, said, into)
 
     def befall() -> None:
         fault, now.fault = getattr(now, "fault", None), None
