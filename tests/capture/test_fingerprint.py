@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.grouping import layers_of
 from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.reached_values import SOURCES
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.redirect import Redirect
@@ -268,3 +269,12 @@ def test_a_layer_with_a_parametrization_stays_itself() -> None:
     own.module[0](torch.ones(2, 4))
     optimizer_step(own.module)
     assert form.changed() is None
+
+
+def test_all_of_very_many_tensors_beside_layers_are_watched() -> None:
+    own: Any = piece()
+    for number in range(SOURCES + 1):
+        setattr(own.module[1], f"table_{number}", torch.zeros(1))
+    form = Fingerprint([own])
+    getattr(own.module[1], f"table_{SOURCES}").add_(1)
+    assert form.changed() == f"net.1.table_{SOURCES}"
