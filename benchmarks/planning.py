@@ -80,7 +80,7 @@ CLUSTERS: Mapping[str, tuple[int, int, bool, int]] = {
 
 def divided(profile: Profile, cluster: Cluster, ordered: bool = False) -> Division | None:
     problem = PlanningProblem(profile, cluster, optimizer=STATE, ordered=ordered)
-    found = problem.divider.least(MANY, problem.room(IN_FLIGHT, problem.lightest(IN_FLIGHT)))
+    found = problem.divider.least(MANY, problem.room(IN_FLIGHT))
     return found[0] if found else None
 
 

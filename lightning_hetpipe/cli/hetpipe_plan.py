@@ -24,10 +24,11 @@ from lightning_hetpipe.cli.plan_inputs import (
     check,
     check_types,
     cluster_of,
+    in_flight_of,
     joins,
     of_strategy,
+    problem_of,
     profile_of,
-    wanted,
 )
 from lightning_hetpipe.cli.start_up import FAILED
 from lightning_hetpipe.errors import SettingError
@@ -96,14 +97,11 @@ def run(config: DictConfig) -> float | None:
         SettingError: if a setting is unknown, missing or of the wrong kind.
     """
     check(config)
-    asked = wanted(config)
-    measured, optimizer, chosen = profile_of(config)
+    measured, optimizer, policies = profile_of(config)
     cluster, nominal = cluster_of(config, measured)
     devices = [slot.device for slot in cluster.slots]
     profile = measured.with_estimates(devices, str(config.precision))
-    in_flight, given = asked.pop("in_flight"), asked.pop("weights")
-    problem = PlanningProblem(profile, cluster, optimizer=optimizer, **asked)
-    policies = chosen if given is None else [given]
+    problem, in_flight = problem_of(config, profile, cluster, optimizer), in_flight_of(config)
     wsp, allocation = config_checks.synchronisation(config), allocation_of(config, cluster)
 
     names = [layer.name for layer in profile.layers]

@@ -22,6 +22,7 @@ from lightning_hetpipe.planning.model.stage_memory import planned_policies
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
 from lightning_hetpipe.settings import Length, declared
 from lightning_hetpipe.settings import check as check_value
@@ -119,23 +120,27 @@ def check(config: DictConfig) -> None:
 def profile_of(config: DictConfig) -> tuple[Profile, str | float, Sequence[WeightPolicy]]:
     """Return the profile of the file or of the model, the optimizer for the memory model, and weight policies. A run
     with this optimizer takes the first policy that fits."""
-    asked: str | float = config.optimizer
+    optimizer: str | float = config.optimizer
     if config.profile is not None:
         try:
             profile = profile_file.load(config.profile)
         except SettingError as error:
             raise of_file("profile", error, "give a profile.json of hetpipe-plan") from error
-        optimizer = "adam" if asked == "auto" else asked
-        return profile, optimizer, planned_policies(optimizer)
-    profile, own, policies = _measured(config)
-    if asked == "auto" and own is None:
-        raise SettingError(
-            "optimizer=auto: the state of the model's optimizer is not known; give optimizer=N, its bytes for each byte"
-            " of the weights."
-        )
-    if own is None or asked != "auto":
-        return profile, asked, planned_policies(asked)
-    return profile, own, policies
+        optimizer = "adam" if optimizer == "auto" else optimizer
+        policies: Sequence[WeightPolicy] = planned_policies(optimizer)
+    else:
+        profile, own, policies = _measured(config)
+        if optimizer != "auto":
+            policies = planned_policies(optimizer)
+        elif own is None:
+            raise SettingError(
+                "optimizer=auto: the state of the model's optimizer is not known; give optimizer=N, its bytes for each"
+                " byte of the weights."
+            )
+        else:
+            optimizer = own
+    given = POLICIES.get(of_strategy(config, "weights"))
+    return profile, optimizer, policies if given is None else [given]
 
 
 def _measured(config: DictConfig) -> Profiled:
@@ -271,18 +276,24 @@ def _is_given(setting: str) -> bool:
     return any(each.lstrip("+").startswith((f"{setting}=", f"{setting}.")) for each in HydraConfig.get().overrides.task)
 
 
-def wanted(config: DictConfig) -> dict[str, Any]:
-    """Return Nm, and arguments of ``PlanningProblem`` besides devices and optimizer."""
-    in_flight = of_strategy(config, "in_flight")
+def problem_of(config: DictConfig, profile: Profile, cluster: Cluster, optimizer: str | float) -> PlanningProblem:
+    """Return the planning problem of one virtual worker on all devices of ``cluster``."""
     # An experiment's stages are for runs without a plan.
     stages = of_strategy(config, "stages") if _is_given("strategy.stages") else "auto"
-    return {
-        "stages": None if stages == "auto" else stages,
-        "in_flight": None if in_flight == "auto" else in_flight,
-        "recompute": of_strategy(config, "recompute"),
-        "ordered": config.ordered,
-        "synchronise": seconds_of(config.synchronise, "synchronise"),
-        "weights": POLICIES.get(of_strategy(config, "weights")),
-        "every": OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
-        "spread": not of_strategy(config, "compile"),
-    }
+    return PlanningProblem(
+        profile,
+        cluster,
+        optimizer=optimizer,
+        ordered=config.ordered,
+        recompute=of_strategy(config, "recompute"),
+        stages=stages if isinstance(stages, int) else None,
+        synchronise=seconds_of(config.synchronise, "synchronise"),
+        every=OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
+        spread=not of_strategy(config, "compile"),
+    )
+
+
+def in_flight_of(config: DictConfig) -> int | None:
+    """Return Nm, or None to choose it."""
+    in_flight = of_strategy(config, "in_flight")
+    return None if in_flight == "auto" else in_flight

@@ -17,7 +17,7 @@ from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
 from lightning_hetpipe.planning.search import divider
 from lightning_hetpipe.planning.search.divider import CLOSE
-from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import NAMES, Stages, clusters, divisions, profiles, takes
 from tests.support.marks import explores
 
@@ -30,10 +30,10 @@ def period(profile: Profile, cluster: Cluster, stages: Stages, in_flight: int, r
     return max(max(found), sum(found) / in_flight)
 
 
-def has_room(problem: PlanningProblem, stages: Stages, in_flight: int, loads: Loads) -> bool:
-    """True if every stage has room for what ``loads`` says of its first layer."""
+def has_room(problem: PlanningProblem, stages: Stages, in_flight: int) -> bool:
+    """True if every stage has room for what it holds at the least."""
     for index, (slot, first, after) in enumerate(stages):
-        held = loads_of(loads, index, len(stages))
+        held = least_loads(in_flight, index, len(stages))
         sizes = Sizes.of(problem.profile.layers, first, after - 1)
         needed = stage_memory(sizes, in_flight, held, state=problem.state, recompute=problem.recompute).total
         if slot.device.memory is not None and needed > slot.device.memory:
@@ -41,14 +41,14 @@ def has_room(problem: PlanningProblem, stages: Stages, in_flight: int, loads: Lo
     return True
 
 
-def loads_of(loads: Loads, index: int, stages: int) -> list[StageLoad]:
-    """Loads that stage ``index`` has."""
-    is_last = index + 1 == stages
-    return [*loads.every, *(() if is_last else loads.before), *(() if is_last or index else loads.first)]
+def least_loads(in_flight: int, index: int, stages: int) -> list[StageLoad]:
+    """Loads that stage ``index`` has at the least: the first of several holds all that start at once."""
+    at_once = [StageLoad(in_flight, 0, 1)] if index == 0 < stages - 1 else []
+    return [StageLoad(1, 0, 1), StageLoad(0, 1, 0), *at_once]
 
 
 def least(problem: PlanningProblem, in_flight: int = ALWAYS, room_for: int = 2) -> Division | None:
-    found = problem.divider.least(in_flight, problem.room(room_for, problem.lightest(room_for)))
+    found = problem.divider.least(in_flight, problem.room(room_for))
     return found[0] if found else None
 
 
@@ -74,13 +74,12 @@ def test_it_is_the_best_of_all_and_all_others_are_found(
     if stages is not None:
         stages = min(stages, len(profile.layers), len(cluster.slots))
     problem = PlanningProblem(profile, cluster, optimizer=2.0, ordered=ordered, recompute=recompute, stages=stages)
-    loads = problem.lightest(in_flight)
     every = {
         signature(problem, each): period(profile, cluster, each, in_flight, recompute)
         for each in divisions(len(profile.layers), cluster.slots, ordered)
-        if stages in (None, len(each)) and has_room(problem, each, in_flight, loads)
+        if stages in (None, len(each)) and has_room(problem, each, in_flight)
     }
-    room = problem.room(in_flight, loads)
+    room = problem.room(in_flight)
     found = problem.divider.least(in_flight, room)
     if not found:
         assert not every
@@ -102,11 +101,10 @@ def test_it_is_the_best_of_all_and_all_others_are_found(
 def test_where_there_are_too_many_orders_it_is_one_of_all(
     profile: Profile, cluster: Cluster, ordered: bool, most: int
 ) -> None:
-    """It may be slower than the best, and says so."""
+    """It may be slower than the best."""
     problem, exact = (PlanningProblem(profile, cluster, optimizer=2.0, ordered=ordered) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(divider, "MOST_ROWS", most)
-        assert problem.divider.exact <= (ordered or most >= 2)
         found = least(problem)
     best = least(exact)
     assert (best is None) >= (found is None) if ordered else True
@@ -175,15 +173,14 @@ def test_what_takes_longer_takes_longer_by_as_much(profile: Profile, cluster: Cl
 def test_stages_hold_what_is_said_at_the_least(profile: Profile, cluster: Cluster, in_flight: int) -> None:
     """Else plans that fit would be passed over."""
     problem = PlanningProblem(profile, cluster, optimizer=2.0)
-    room = problem.room(in_flight, Loads(), math.inf)
+    room = problem.room(in_flight, share=math.inf)
     for division in [*problem.divider.least(in_flight, room), *problem.divider.within(99.0, in_flight, room)][:40]:
         look = problem.simulated(division, in_flight)
         assert look is not None
         assert look.fits <= (not problem.surely_lacks(division, in_flight))
-        loads = problem.lightest(in_flight)
         for index in range(len(look.stages)):
             held = look.simulation.heaviest(index)
-            for load in loads_of(loads, index, len(look.stages)):
+            for load in least_loads(in_flight, index, len(look.stages)):
                 assert any(load.held <= one.held and load.waiting <= one.waiting for one in held)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
-from lightning_hetpipe.planning.model.estimate import stage_times_on
+from lightning_hetpipe.planning.model.estimate import times_on
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.search.split_points import (
     partition,
@@ -135,7 +135,7 @@ def test_on_given_devices_it_is_the_best_of_all_with_as_many_stages(
     slots = cluster.slots[: len(profile.layers)]
 
     def slowest(splits: Sequence[int]) -> float:
-        return max(each.total for each in stage_times_on(profile, cluster, slots, splits, recompute))
+        return max(each.total for each in times_on(profile, cluster, slots, splits, recompute).stages)
 
     splits = split_points_in_order(profile, cluster, slots, recompute)
     every = all_partitions(len(profile.layers), len(slots))

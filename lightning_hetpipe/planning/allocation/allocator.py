@@ -16,7 +16,7 @@ from lightning_hetpipe.planning.allocation.group_plans import GroupPlans
 from lightning_hetpipe.planning.allocation.groupings import Grouping
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
-from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate, lacking, stage_times_on, step_on, visits_on
+from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate, lacking, times_on
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Crossing, PlacedWeights, WorkerPipeline
 from lightning_hetpipe.planning.search.problem import PlanningProblem
@@ -336,9 +336,8 @@ def _pipeline(
     slots, splits = [stage.slot for stage in worker.stages], [stage.first for stage in worker.stages]
     # The simulation itself computes how long bytes take over the network, but adds no latency.
     latency = Cluster(cluster.nodes, Link(math.inf, cluster.between.latency))
-    times = stage_times_on(profile, latency, slots, splits, worker.recompute)
-    parts, visits = visits_on(profile, slots, splits, times, worker.recompute)
-    firsts = [part.first for part in visits.segments] if visits else splits
+    times = times_on(profile, latency, slots, splits, worker.recompute)
+    firsts = [part.first for part in times.visits.segments] if times.visits else splits
     forwards, gradients = {}, {}
     leader, first = slots[-1].node, slots[0].node
     given = sum(layer.given for layer in profile.layers[: (*splits, len(profile.layers))[1]])
@@ -352,10 +351,10 @@ def _pipeline(
             gradients[segment - 1] = Crossing(nbytes / profile.called(splits[index] - 1), target, source)
     devices = {index: slot for index, slot in enumerate(slots) if slot in shared}
     return WorkerPipeline(
-        parts,
+        times.segments,
         wave,
-        step=step_on(profile, slots, splits),
-        visits=visits,
+        step=times.step,
+        visits=times.visits,
         forwards=forwards,
         gradients=gradients,
         weights=weights,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
@@ -158,66 +161,55 @@ def lacking(stages: Iterable[StageEstimate]) -> dict[DeviceSlot, int]:
     return {slot: taken[slot] - limit for slot, limit in limits if limit is not None and taken[slot] > limit}
 
 
-def stage_times_on(
+class PipelineTimes(NamedTuple):
+    """Seconds of a pipeline.
+
+    Attributes:
+        stages: Times of each stage for one minibatch.
+        segments: Times of one visit to each segment, or ``stages`` if no module is called several times.
+        visits: Visits of a minibatch to the segments. None stands for one visit to each stage.
+        step: Seconds of Lightning's step: the longest of the stages' times for updating their weights.
+    """
+
+    stages: Sequence[StageTimes]
+    segments: Sequence[StageTimes]
+    visits: Visits | None
+    step: float
+
+
+def times_on(
     profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], splits: Sequence[int], recompute: bool = False
-) -> list[StageTimes]:
+) -> PipelineTimes:
     """Return the times of stages on ``slots`` that start at the layers ``splits``.
 
     With ``recompute``, each backward takes the time of the forward in addition, except on the last stage.
     """
-    found = []
-    for index, (slot, first, after) in enumerate(zip(slots, splits, [*splits[1:], len(profile.layers)], strict=True)):
-        own = profile.times_on(slot.device)[first:after]
-        forward, backward = sum(each.forward for each in own), sum(each.backward for each in own)
-        last = index + 1 == len(slots)
-        found.append(
-            StageTimes(
-                forward,
-                backward + (forward if recompute and not last else 0.0),
-                receive=_crossing(profile, cluster, slots[index - 1], slot, first) if index else 0.0,
-                receive_gradient=0.0 if last else _crossing(profile, cluster, slot, slots[index + 1], after),
-            )
+    own, ends = [profile.times_on(slot.device) for slot in slots], [*splits[1:], len(profile.layers)]
+    links = itertools.starmap(cluster.link_between, pairwise(slots))
+    hops = [0.0, *map(profile.crossing, links, splits[1:]), 0.0]
+
+    def times(stage: int, first: int, after: int, often: int = 1) -> StageTimes:
+        layers = own[stage][first:after]
+        forward, backward = sum(each.forward for each in layers), sum(each.backward for each in layers)
+        return StageTimes(
+            forward / often,
+            (backward + (forward if recompute and stage + 1 < len(slots) else 0.0)) / often,
+            receive=hops[stage] / often if first == splits[stage] else 0.0,
+            receive_gradient=hops[stage + 1] / often if after == ends[stage] else 0.0,
         )
-    return found
 
-
-def step_on(profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[int]) -> float:
-    """Return the seconds of Lightning's step: the longest of the stages' times for updating their weights."""
-    return max(
-        sum(each.update for each in profile.times_on(slot.device)[first:after])
-        for slot, first, after in zip(slots, splits, [*splits[1:], len(profile.layers)], strict=True)
-    )
-
-
-def visits_on(
-    profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[int], stages: Sequence[StageTimes], recompute: bool
-) -> tuple[Sequence[StageTimes], Visits | None]:
-    """Return the times of one visit to each segment, and the visits of a minibatch to ``stages``.
-
-    If no module is called several times, these are the times of the stages and None: one visit to each stage.
-    """
+    places = [*zip(range(len(slots)), splits, ends, strict=True)]
+    stages = list(itertools.starmap(times, places))
+    step = max(sum(each.update for each in own[stage][first:after]) for stage, first, after in places)
     if not profile.calls:
-        return stages, None
+        return PipelineTimes(stages, stages, None, step)
     pieces = profile.pieces
     parts = segments([after - first for first, after in pieces], splits)
-    found, changing = [], set[int]()
-    for part in parts:
-        layers, times = slice(part.first, part.last + 1), stages[part.stage]
-        own, often = profile.times_on(slots[part.stage].device)[layers], profile.called(part.first)
-        forward, backward = sum(each.forward for each in own), sum(each.backward for each in own)
-        ends = part.last + 1 == [*splits[1:], len(profile.layers)][part.stage]
-        found.append(
-            StageTimes(
-                forward / often,
-                (backward + (forward if recompute and part.stage + 1 < len(slots) else 0.0)) / often,
-                receive=times.receive / often if part.first == splits[part.stage] else 0.0,
-                receive_gradient=times.receive_gradient / often if ends else 0.0,
-            )
-        )
-        if any(layer.changes_buffers for layer in profile.layers[layers]):
-            changing.add(part.index)
-    return found, Visits(parts, calls(map(pieces.index, profile.calls)), changing)
-
-
-def _crossing(profile: Profile, cluster: Cluster, one: DeviceSlot, other: DeviceSlot, boundary: int) -> float:
-    return profile.crossing(cluster.link_between(one, other), boundary)
+    changing = {
+        part.index
+        for part in parts
+        if any(layer.changes_buffers for layer in profile.layers[part.first : part.last + 1])
+    }
+    visits = Visits(parts, calls(map(pieces.index, profile.calls)), changing)
+    found = [times(part.stage, part.first, part.last + 1, profile.called(part.first)) for part in parts]
+    return PipelineTimes(stages, found, visits, step)

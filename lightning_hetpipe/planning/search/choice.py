@@ -24,7 +24,7 @@ from lightning_hetpipe.planning.model.estimate import Estimate, Help
 from lightning_hetpipe.planning.model.stage_memory import SpreadMemory
 from lightning_hetpipe.planning.model.units import digits, in_seconds
 from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, PlansAt
-from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.spread_plan import spread_plan
 
 MANY = 1 << 20
@@ -80,7 +80,7 @@ class _Search:
         if self._best * self._fastest < ENOUGH:
             self._downwards(first)  # memory may have room for faster plans with fewer in flight
         if not (plans := self._plans):
-            return self._unfit(1, asked=False)
+            return self._unfit(self._at(1).least_lacking(), asked=False)
         fastest = max(plans, key=lambda plan: plan.rate).in_flight
         self._found[fastest] = self._at(fastest).best(work=MUCH)
         good = ENOUGH * self._best
@@ -118,18 +118,12 @@ class _Search:
     def at(self, in_flight: int) -> Estimate:
         found = self._found[in_flight] = self._at(in_flight).best()
         if found is None:
-            return self._unfit(in_flight, asked=True)
+            return self._unfit(self._at(in_flight).least_lacking(), asked=True)
         return self._choice(found, [slowest_stage(found)])
 
     def spread(self, memory: SpreadMemory) -> Estimate:
         found = self._found[1] = spread_plan(replace(self._problem, recompute=False), memory)
-        if found.fits:
-            return self._choice(found, [_one_after_another(found)])
-
-        def advise() -> Help:
-            return Help(None, None if self._problem.recompute else self._with_recompute().most(1), _lacking(found))
-
-        return self._choice(found, ["even with one minibatch in flight the model does not fit"], advise)
+        return self._choice(found, [_one_after_another(found)]) if found.fits else self._unfit(found, asked=True)
 
     def plan(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
         """Find the fastest plan that fits, or None. ``floor`` is as in :meth:`PlansAt.best`."""
@@ -212,16 +206,16 @@ class _Search:
         return self._problem.versions(max(1, math.ceil(busy - 1e-9))).most_in_flight
 
     def _unlimited(self, in_flight: int) -> list[Division]:
-        return self._problem.divider.least(in_flight, self._problem.room(1, Loads(), math.inf))
+        return self._problem.divider.least(in_flight, self._problem.room(1, share=math.inf))
 
     def _at(self, in_flight: int) -> PlansAt:
         if in_flight not in self._searches:
             self._searches[in_flight] = PlansAt(self._problem, in_flight)
         return self._searches[in_flight]
 
-    def _unfit(self, in_flight: int, asked: bool) -> Estimate:
-        """Return the plan whose devices lack the least memory, with changes that would help."""
-        found = self._at(in_flight).least_lacking()
+    def _unfit(self, found: Estimate, asked: bool) -> Estimate:
+        """Return ``found``, whose devices lack the least memory, with changes that would help."""
+        in_flight = found.in_flight
 
         def advise() -> Help:
             again = None
@@ -234,10 +228,12 @@ class _Search:
             fewer, memory = self.most(in_flight - 1), self._problem.spread_memory
             if fewer is None and memory is not None and spread_plan(self._problem, memory).fits:
                 fewer = 1
-            return Help(fewer, again, _lacking(found))
+            return Help(fewer, again, {n: stage.overflow for n, stage in enumerate(found.stages) if stage.overflow})
 
-        reasons = [f"no plan was found that fits at Nm = {in_flight}; this one lacks the least memory"]
-        return self._choice(found, reasons, advise)
+        reason = f"no plan was found that fits at Nm = {in_flight}; this one lacks the least memory"
+        if found.spread:
+            reason = "even with one minibatch in flight the model does not fit"
+        return self._choice(found, [reason], advise)
 
     def _with_recompute(self) -> _Search:
         return _Search(replace(self._problem, recompute=True, spread=False))
@@ -246,10 +242,6 @@ class _Search:
         used = {stage.slot for stage in found.stages}
         idle = tuple(slot for slot in self._problem.slots if slot not in used)
         return replace(found, idle=idle, reasons=tuple(reasons), advise=advise)
-
-
-def _lacking(found: Estimate) -> dict[int, int]:
-    return {index: stage.overflow for index, stage in enumerate(found.stages) if stage.overflow}
 
 
 def _one_after_another(found: Estimate) -> str:
