@@ -185,6 +185,14 @@ def asks_at_every_step(callback: Any) -> bool:
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
+def is_fitting(module: L.LightningModule | None) -> bool:
+    """Return True if ``module`` is in a fit. It may be attached to no Trainer."""
+    try:
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+    except RuntimeError:  # it is attached to none
+        return False
+
+
 Counters = tuple[int, int, int]
 """Minibatches begun in the run, minibatches begun in the epoch, and steps of the optimizer (``global_step``)."""
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.lightning_private import (
     average_on_host,
     evaluating_loop,
+    is_fitting,
     set_checkpoint_io,
     synchronises_batchnorm,
     wants_several_optimizers,
@@ -412,9 +413,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         native = partial(super().load_checkpoint, checkpoint_path, weights_only)
-        module = self.lightning_module
-        resuming = module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        return self._checkpoints.load(checkpoint_path, native, resuming)
+        return self._checkpoints.load(checkpoint_path, native, is_fitting(self.lightning_module))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
