@@ -7,7 +7,7 @@ or make them of whole ones (``torch.arange(n) / 3``), without naming a dtype. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
-from lightning_hetpipe.torch_private.tensors import pytree
 
 _ALWAYS = {
     torch.empty,
@@ -58,11 +57,11 @@ class _Creating(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        has_float = func in _BY_VALUE and any(isinstance(value, float) for value in pytree.tree_leaves((args, kwargs)))
+        has_float = func in _BY_VALUE and any(isinstance(value, float) for value in _flat((args, kwargs)))
         if kwargs.get("dtype") is None and (func in _ALWAYS or has_float):
             kwargs["dtype"] = self._dtype
         result = func(*args, **kwargs)
-        if any(_is_floating(value) for value in pytree.tree_leaves(result)) and _promotes(func, args, kwargs):
+        if any(_is_floating(value) for value in _flat(result)) and _promotes(func, args, kwargs):
             return self._promoted(func, args, kwargs)
         return result
 
@@ -91,7 +90,7 @@ class _Creating(TorchFunctionMode):
 
 def _promotes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if a floating-point result is made of whole numbers only, and no dtype was named for it."""
-    values = pytree.tree_leaves((args, kwargs))
+    values = list(_flat((args, kwargs)))
     tensors = [value for value in values if isinstance(value, Tensor)]
     named = func in _CONVERSIONS or any(isinstance(value, torch.dtype) for value in values)
     return bool(tensors) and not named and not any(_is_floating(tensor) for tensor in tensors)
@@ -99,3 +98,13 @@ def _promotes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _flat(part)
+    elif isinstance(value, dict):
+        yield from _flat(tuple(value.values()))
+    else:
+        yield value

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -57,7 +57,7 @@ from lightning_hetpipe.run.extensions.minibatch_state import RandomStates, user_
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.extensions.shared_values import SHARED, CarriedState, SharedValues
-from lightning_hetpipe.run.lifecycle import Around, Extension, opened
+from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import LookAhead, before_transfer, prepared
 from lightning_hetpipe.run.piece_calls import PieceForwards, draws
 from lightning_hetpipe.run.run_settings import RunSettings
@@ -312,8 +312,10 @@ class EvaluationRun(Driver):
             with evaluation.context(hook), OperandsTogether(evaluation.settings.devices):
                 return getattr(evaluation.module, hook)(*args), None
 
-        def around() -> Around:
-            return opened([torch.inference_mode(inference), torch.set_grad_enabled(gradients), context()])
+        @contextmanager
+        def around() -> Iterator[None]:
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients), context():
+                yield
 
         self.pipeline.submit(number, Step(run, around, section))
 

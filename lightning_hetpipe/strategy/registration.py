@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,13 @@ class _OnImport:
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name == _STRATEGIES else None
+        if name != _STRATEGIES:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module

@@ -101,10 +101,11 @@ def test_it_is_the_best_of_all_and_all_others_are_found(
 def test_where_there_are_too_many_orders_it_is_one_of_all(
     profile: Profile, cluster: Cluster, ordered: bool, most: int
 ) -> None:
-    """It may be slower than the best."""
+    """It may be slower than the best, and says so."""
     problem, exact = (PlanningProblem(profile, cluster, optimizer=2.0, ordered=ordered) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(divider, "MOST_ROWS", most)
+        assert problem.divider.exact <= (ordered or most >= 2)
         found = least(problem)
     best = least(exact)
     assert (best is None) >= (found is None) if ordered else True

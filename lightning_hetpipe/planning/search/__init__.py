@@ -1,1 +1,1 @@
-"""Search for the best plan: device orders, division of the layers, number in flight."""
+"""Search for the best plan: device orders, division of the layers, local search, number in flight."""

@@ -6,14 +6,17 @@ How many minibatches a stage holds, and so its memory, is known only after a sim
    simulated, stages are assumed to hold what was seen there, and the search is repeated until a division fits.
 2. The period of the first of these divisions is a bound for all plans. While the best fitting plan is more than 1% from
    the bound, other divisions are simulated in order of their periods, as far as the effort allows.
-3. If not all orders of devices were searched, single :func:`changes` of the best plan are tried.
+3. If the effort did not suffice, or not all orders of devices were searched, a local search by :func:`changes` improves
+   the best plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
+from typing import TypeAlias
 
 from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.estimate import Estimate
@@ -32,22 +35,30 @@ WIDER = (1.01, 1.03, 1.1, 1.3, 2.0, 8.0, 64.0, 4096.0)
 plan for 2 nodes of 4 is 7% slower (``benchmarks/planning.py``)."""
 
 GLIMPSE, WORK, MUCH = 30_000, 100_000, 300_000
-"""Number of tasks that are simulated: while Nm is chosen, for a given Nm, and for the chosen Nm. With the last
-number for all, an allocation of 16 devices takes 1.6 times as long. With the second for all, the plan for 2 nodes of 4
-is 6% slower (``benchmarks/planning.py``)."""
-
-UPHILL = 1.0005
-"""Smallest factor of throughput that is worth a change."""
+"""Number of tasks that are simulated before the local search, and again in it: while Nm is chosen, for a given Nm, and
+for the chosen Nm. With the last number for all, an allocation of 16 devices takes 1.6 times as long. With the second
+for all, the plan for 2 nodes of 4 is 6% slower (``benchmarks/planning.py``)."""
 
 GLANCE = 100
 """Number of tasks whose simulation takes as long as finding another division."""
 
+UPHILL = 1.0005
+"""Smallest factor of throughput that is worth a change."""
+
+
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The kind of each stage's device, and its first layer."""
+
 
 class PlansAt:
-    """Plans of ``problem`` at Nm = ``in_flight``. ``found`` is the fastest plan that fits."""
+    """Plans of ``problem`` at Nm = ``in_flight``. ``found`` is the fastest plan that fits.
+
+    ``complete`` is True if no plan is faster by more than 1%, because all candidates were simulated.
+    """
 
     def __init__(self, problem: PlanningProblem, in_flight: int) -> None:
         self.found: Estimate | None = None
+        self.complete = False
         self._problem = problem
         self._in_flight = in_flight
         self._seen: set[object] = set()
@@ -69,7 +80,7 @@ class PlansAt:
         if self.fits and self.bound is not None and not self._is_enough(self.bound, floor):
             most = 0 if self._problem.brief else work
             self._look_at_others(floor, most)
-            if not self._problem.divider.exact:
+            if not self.complete:
                 self._climb(floor, most)
         return self.found
 
@@ -96,7 +107,7 @@ class PlansAt:
     def least_lacking(self) -> Estimate:
         """Search for the plan whose devices lack the least memory.
 
-        Single changes are tried while they help. Otherwise plans of small problems lack 10% more on average.
+        Without the local search, plans of small problems lack up to 17% more.
         """
         problem, low, high = self._problem, 1.0, 2.0
         found: Division | None = None
@@ -139,13 +150,11 @@ class PlansAt:
                 if not self._is_enough(self._period(division), floor):
                     self._look(division)
             if self._is_enough(period, floor):
-                return
+                self.complete = problem.divider.exact and problem.divider.whole
+                break
 
     def _climb(self, floor: float, work: int) -> None:
-        """Improve the best plan by single changes while the effort allows.
-
-        Without this, the plan for 16 nodes of 8 is 0.6% slower (``benchmarks/planning.py``).
-        """
+        """Improve the best plan by single changes while the effort allows."""
         at, most = None, self._work + work
         while at != self._best and self._best is not None:
             at = self._best
@@ -188,18 +197,45 @@ def _lack(found: Estimate) -> int:
 
 
 def changes(problem: PlanningProblem, division: Division) -> Iterator[Division]:
-    """Yield divisions one change away: a split point moved by 1, 2, 4, ... layers, or a device replaced."""
-    costs, kinds = problem.costs, division.kinds
-    splits, ends = division.splits, (*division.splits[1:], costs.layers)
+    """Yield divisions one change away from ``division``: a moved split point, swapped, replaced or added devices."""
+    costs = problem.costs
+    kinds, splits = division.kinds, division.splits
+    ends = (*splits[1:], costs.layers)
+    places = [*_moved(splits, ends, kinds), *_placed(problem, kinds, splits, ends)]
+    for other, starts in places:
+        if problem.stages in (None, len(other)) and (not problem.ordered or _is_rising(other)):
+            yield Division.of(costs, other, starts)
+
+
+def _moved(splits: Sequence[int], ends: Sequence[int], kinds: tuple[int, ...]) -> Iterator[Place]:
+    """Move one split point, by 1, 2, 4, ... layers."""
     step = 1
-    while step <= max(1, costs.layers // 2):
+    while step <= max(1, ends[-1] // 2):
         for index in range(1, len(splits)):
             for split in (splits[index] - step, splits[index] + step):
                 if splits[index - 1] < split < ends[index]:
-                    yield Division.of(costs, kinds, (*splits[:index], split, *splits[index + 1 :]))
+                    yield kinds, (*splits[:index], split, *splits[index + 1 :])
         step *= 2
-    idle = [kind for kind, each in enumerate(costs.kinds) if kinds.count(kind) < len(each.slots)]
-    for index, kind in enumerate(() if problem.ordered else kinds):
+
+
+def _placed(
+    problem: PlanningProblem, kinds: tuple[int, ...], splits: tuple[int, ...], ends: tuple[int, ...]
+) -> Iterator[Place]:
+    """Change devices, whatever their order."""
+    idle = [kind for kind, each in enumerate(problem.costs.kinds) if kinds.count(kind) < len(each.slots)]
+    for index, kind in enumerate(kinds):
+        before, after = kinds[:index], kinds[index + 1 :]
         for other in idle:
             if other != kind:
-                yield Division.of(costs, (*kinds[:index], other, *kinds[index + 1 :]), splits)
+                yield (*before, other, *after), splits
+            if ends[index] - splits[index] > 1:
+                split = (*splits[: index + 1], (splits[index] + ends[index]) // 2, *splits[index + 1 :])
+                yield (*before, other, kind, *after), split
+                yield (*before, kind, other, *after), split
+        for second in range(index):
+            if kinds[second] != kind:
+                yield (*kinds[:second], kind, *kinds[second + 1 : index], kinds[second], *after), splits
+
+
+def _is_rising(kinds: Sequence[int]) -> bool:
+    return all(one < other for one, other in pairwise(kinds))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.contents import ABSENT, assign, items_of, refill, same_objects
 from lightning_hetpipe.run.extensions.watched_attributes import users_attributes
-from lightning_hetpipe.torch_private.subclasses import address_of
 
 Time = tuple[int, float]
 """A minibatch and a section of its user code: 0 is the hooks around its transfer, 1 the first section of its step."""
@@ -218,5 +218,9 @@ def _span(value: Any) -> tuple[int, int] | None:
     if isinstance(value, np.ndarray):
         start: int = value.__array_interface__["data"][0]
         return start, start + value.nbytes
-    address = address_of(value) if isinstance(value, Tensor) else None
-    return None if address is None else (address, address + value.untyped_storage().nbytes())
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+        return None
+    with suppress(RuntimeError):  # the storage has no memory here, as of a tensor at a host
+        storage = value.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return None
