@@ -27,7 +27,7 @@ from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Result
 from lightning_hetpipe.pipeline.stage_thread import Loss, Parcel
-from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, WaitingStream
+from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams, WaitingStream
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
@@ -98,7 +98,9 @@ class Engine:
         self._of_piece = [[part for part in self._segments if part.piece == piece] for piece in range(len(pieces))]
         self.following: list[Segment | None] = [part for own in self._of_piece for part in (*own[1:], None)]
         self.preceding: list[Segment | None] = [part for own in self._of_piece for part in (None, *own[:-1])]
-        self.streams = Streams.of_maker(devices) if self.evaluates else streams or Streams()
+        self.streams = streams or Streams()
+        if self.evaluates:  # threads share this thread's streams, and wait for each pass
+            self.streams = Streams(partial(WaitingStream, others=devices), Stream())
         self.root_device = devices[-1]
         if not self.evaluates:
             _check_shared_buffers([self._layers[segment.first : segment.last + 1] for segment in self._segments])

@@ -382,10 +382,9 @@ class EvaluatedPieces(PieceForwards):
         generators: RandomGenerators,
         driver: Driver,
     ) -> None:
-        super().__init__(evaluation.pieces, layout, driver)
+        super().__init__(evaluation.pieces, layout, generators, driver)
         self._evaluation = evaluation
         self._pipelined = pipelined
-        self._generators = generators
         self._undo.enter_context(
             attached({layer.name: layer.module for piece in evaluation.pieces for layer in piece.layers})
         )
