@@ -1,6 +1,6 @@
-"""The engine: stages, minibatch runners and the lock over user code, as one object that begins, submits and publishes.
+"""The engine: stages, runners (threads of minibatches in flight) and the lock over user code, as one object.
 
-Lightning's thread drives it and holds the lock over user code except while it waits. The life of minibatch p:
+Lightning's thread drives it, and holds the lock over user code except while it waits here. The life of minibatch p:
 
     submit(p)        its runner starts training_step, ahead of Lightning's loop
     finish(p)        Lightning's step p: waits until its gradients are there
@@ -10,7 +10,11 @@ Lightning's thread drives it and holds the lock over user code except while it w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +25,14 @@ from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves, compute, comp
 from lightning_hetpipe.pipeline.memory import PlannedMemory, less
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Backward, Failure, Forward, InputGradients, Result
+from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Result
 from lightning_hetpipe.pipeline.stage_thread import Loss, Parcel
-from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
+from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams, WaitingStream
+from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
+from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
 from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, VersionedTensors
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
-from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
 from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
@@ -36,10 +41,15 @@ from lightning_hetpipe.torch_private.subclasses import address_of
 
 MakeStage = Callable[..., Stage]
 
+JOIN_SECONDS = 5.0
+"""Seconds that closing waits for a thread before it reports the thread as stuck."""
 
-class Engine(RunnerPool):
-    """One virtual worker's pipeline. In an evaluation, its stages run forwards on the live layers, which do not change
-    meanwhile: nothing is copied, published or shown, and user code calls pieces as often as it likes, in any order.
+
+class Engine:
+    """One virtual worker's pipeline, with up to Nm minibatches in flight, each in a runner's thread.
+
+    In an evaluation, its stages run forwards on the live layers, which do not change meanwhile: nothing is copied,
+    published or shown, and user code calls pieces as often as it likes, in any order.
 
     ``following`` and ``preceding`` have the next and the previous segment in its piece for each segment, or None.
 
@@ -58,8 +68,6 @@ class Engine(RunnerPool):
         groups: The devices of each stage that has several.
     """
 
-    stages: list[Stage]
-
     def __init__(
         self,
         pieces: Sequence[tuple[str, Sequence[Layer]]],
@@ -76,14 +84,23 @@ class Engine(RunnerPool):
         make_stage: MakeStage = Stage,
         groups: Mapping[int, DeviceGroup] | None = None,
     ) -> None:
-        super().__init__(settings, timeout)
+        self.in_flight, self.evaluates = settings.in_flight, settings.evaluates
+        self.lock = UserLock()
+        self.watchdog = Watchdog(timeout, lambda: self.lock.held, self.describe)
+        self.compute_lock = ReadersWriterLock(self.watchdog)
+        self.minibatches: dict[int, Minibatch] = {}
+        self._runners: list[Worker[Minibatch]] = []
+        self._lost_lock = True  # before the start, and where a thread is stuck with the lock over user code
+        self._unlocked = False  # Lightning's thread is within `unlocked`
         self.piece_names = [name for name, _ in pieces]
         self._layers = [layer for _, own in pieces for layer in own]
         self._segments = segments([len(own) for _, own in pieces], split_points)
         self._of_piece = [[part for part in self._segments if part.piece == piece] for piece in range(len(pieces))]
         self.following: list[Segment | None] = [part for own in self._of_piece for part in (*own[1:], None)]
         self.preceding: list[Segment | None] = [part for own in self._of_piece for part in (None, *own[:-1])]
-        self.streams = Streams.of_maker(devices) if self.evaluates else streams or Streams()
+        self.streams = streams or Streams()
+        if self.evaluates:  # threads share this thread's streams, and wait for each pass
+            self.streams = Streams(partial(WaitingStream, others=devices), Stream())
         self.root_device = devices[-1]
         if not self.evaluates:
             _check_shared_buffers([self._layers[segment.first : segment.last + 1] for segment in self._segments])
@@ -91,7 +108,7 @@ class Engine(RunnerPool):
         self._route = route(self._segments, self.calls) if self.calls else ()
         self._turn = next((step for step in self._route if step.work is Work.TURN), None)
         with_loss = None if self._turn is None else self._turn.segment.stage
-        self.stages = [
+        self.stages: list[Stage] = [
             (Stage if index == with_loss else make_stage)(
                 index=index,
                 device=device,
@@ -122,6 +139,15 @@ class Engine(RunnerPool):
 
     # Lightning's thread.
 
+    def start(self) -> None:
+        """Start the threads. The calling thread takes the lock over user code."""
+        for stage in self.stages:
+            stage.start()
+        enter = WaitingStream(self.root_device, [stage.device for stage in self.stages]).enter
+        name, threads = "hetpipe-evaluation" if self.evaluates else "hetpipe-runner", self._settings.torch_threads
+        self._runners = [Worker(f"{name}-{index}", _run, threads, enter) for index in range(self.in_flight)]
+        self._take_lock()
+
     def begin(self, version: int, forwards: int | None = None) -> None:
         """Start with an empty pipeline at ``version`` v_e, the live weights. The live buffers have seen the
         ``forwards`` up to this minibatch, by default up to ``version``."""
@@ -135,7 +161,10 @@ class Engine(RunnerPool):
             stash.begin(live.version(version, needed, moves))
 
     def discard(self) -> None:
-        super().discard()
+        """Drop every minibatch in flight. Their user code unwinds."""
+        self._cancel()
+        self.drain()
+        self.minibatches.clear()
         for stage in self.stages:
             stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
 
@@ -155,13 +184,21 @@ class Engine(RunnerPool):
         return {found.name: found.live for found in self._weights.memory.values()}
 
     def submit(self, number: int, step: Step) -> None:
+        """Put minibatch ``number``, the next one, in flight."""
         weights = self.versions.reading(number)
         view = ParameterView(self._weights, weights, self.versions.runs_ahead, self.root_device)
-        self.launch(Minibatch(self, number, weights, step, view))
+        minibatch = self.minibatches[number] = Minibatch(self, number, weights, step, view)
+        self.lock.request(minibatch.start)
+        self._runners[number % self.in_flight].put(minibatch)
 
     def finish(self, number: int) -> Minibatch:
-        """Wait for minibatch ``number``. Stages count its gradients until they are :meth:`delivered`."""
-        minibatch = super().finish(number)
+        """Wait for minibatch ``number``, and take it out of the pipeline. Its error, if any, is raised with the
+        traceback of the thread in which it happened. Stages count its gradients until they are :meth:`delivered`."""
+        minibatch = self.minibatches[number]
+        self._wait_for(minibatch)
+        del self.minibatches[number]
+        if minibatch.failure is not None:
+            raise minibatch.failure
         found, last = minibatch.gradients, dict[nn.Parameter, Tensor]()
         for weight, sum in minibatch.sums.items():
             (last if weight in minibatch.continued else found)[weight] = sum.gradient
@@ -216,11 +253,139 @@ class Engine(RunnerPool):
                 for module in self._computed:
                     compute(module, weight)
 
-    def _let_go(self) -> None:
-        for stage in self.stages:
-            stage.let_go()
-        for _, stash in self._outside:
-            stash.let_go()
+    def drain(self) -> None:
+        """Wait until nothing is in motion. Minibatches that ended wait for their :meth:`finish`."""
+        for number in sorted(self.minibatches):
+            self._wait_for(self.minibatches[number])
+
+    @contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Context manager in which user code runs while Lightning's thread waits, as for DataLoader workers."""
+        if self._lost_lock or self._unlocked:
+            yield
+            return
+        self._unlocked = True
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self._unlocked = False
+            self._take_lock()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Context manager in which user code runs while Lightning's thread computes."""
+        with self.unlocked(), self.compute_lock.shared():
+            yield
+
+    @contextmanager
+    def exclusively(self, number: int, who: str) -> Iterator[None]:
+        """Context manager in which user code and other threads pause for ``who``, an idle stage. Other threads' waits
+        do not time out meanwhile, however long it takes, because it counts as user code."""
+        ticket = Ticket(Precedence.RESUME, number)
+        self.lock.request(ticket)
+        try:
+            self.watchdog.wait(ticket.wait, f"{who} for user code to pause")
+        except BaseException:
+            self.lock.abandon(ticket)
+            raise
+        try:
+            with self.compute_lock.exclusive():
+                yield
+        finally:
+            self.lock.release()
+
+    def offer(self) -> None:
+        """Let a thread that waits for the lock over user code go first."""
+        if self.lock.wanted() and not self._lost_lock:
+            with self.unlocked():
+                pass
+
+    def close(self) -> None:
+        """Drop what is in flight and end every thread. Warn of a thread that is stuck in a layer or in user code."""
+        workers: list[Worker[Minibatch] | Stage] = [*self._runners, *self.stages]
+        deadline = time.monotonic() + JOIN_SECONDS
+        try:
+            self._cancel()
+            if self.watchdog.given_up is None:
+                for minibatch in self.minibatches.values():
+                    self._wait_for(minibatch, deadline)
+        finally:
+            try:
+                with ExitStack() as ends:  # all end, even if one fails
+                    for worker in reversed(workers):
+                        ends.callback(worker.close)
+            finally:
+                self._join(workers, deadline)
+
+    def _join(self, workers: Sequence[Worker[Minibatch] | Stage], deadline: float) -> None:
+        stuck = [w for w in workers if not w.join(max(0.1, deadline - time.monotonic()))]
+        if stuck:
+            warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=3)
+        ran, self._runners = bool(self._runners), []
+        if stuck:  # a late result of a stage still ends the minibatches
+            return
+        self.minibatches = {}
+        if ran:  # Python would release the memory, which is in cycles, only later
+            for stage in self.stages:
+                stage.let_go()
+            for _, stash in self._outside:
+                stash.let_go()
+
+    def describe(self) -> str:
+        """Describe each stage and each minibatch in flight, for messages."""
+        unfinished = [minibatch for minibatch in self.minibatches.values() if not minibatch.ended]
+        doing = "the evaluation of batch" if self.evaluates else "training_step of minibatch"
+        running = [f"{doing} {minibatch.number} is running" for minibatch in unfinished if minibatch.in_user_code]
+        numbers = ", ".join(str(minibatch.number) for minibatch in unfinished) or "none"
+        return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
+
+    # Waiting.
+
+    def _wait_for(self, minibatch: Minibatch, deadline: float | None = None) -> None:
+        if minibatch.ended or self._lost_lock:
+            self.offer()
+            return
+        ticket = Ticket(Precedence.MAIN, minibatch.number)
+
+        def ask() -> None:
+            self.lock.release()
+            minibatch.when_ended(partial(self.lock.request, ticket))
+
+        self._await(ticket, ask, f"Lightning's step for minibatch {minibatch.number}", deadline)
+
+    def _take_lock(self) -> None:
+        ticket = Ticket(Precedence.MAIN, 0)
+        self._await(ticket, partial(self.lock.request, ticket), "Lightning's thread for user code to pause")
+
+    def _await(self, ticket: Ticket, ask: Callable[[], None], who: str, deadline: float | None = None) -> None:
+        """Wait in Lightning's thread until ``ticket`` holds the lock over user code, or until ``deadline``, if given.
+        If interrupted, cancel what is in flight and give user code some seconds to pause, because Lightning's next work
+        is user code too. If the lock does not come back, Lightning's thread goes on without it."""
+        self._lost_lock = True
+        try:
+            ask()
+            if deadline is None:
+                self.watchdog.wait(ticket.wait, who)
+                self._lost_lock = False
+            else:
+                self._lost_lock = not ticket.wait(max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            self._cancel()
+            # An interrupt that comes just as the ticket is granted leaves nothing to wait for.
+            granted = ticket.granted or ticket.wait(JOIN_SECONDS)
+            self._lost_lock = self.watchdog.given_up is not None or not granted
+            raise
+        finally:
+            if self._lost_lock:
+                self.lock.abandon(ticket)
+
+    def _cancel(self) -> None:
+        for minibatch in self.minibatches.values():
+            minibatch.cancelled = True
+            self.abandon(minibatch)
+
+    # Layers and weights.
 
     def _find_layers(self) -> None:
         """Find the live layers of each stage, and the weights that several segments use."""
@@ -266,6 +431,11 @@ class Engine(RunnerPool):
 
     # The runners' side.
 
+    def abandon(self, minibatch: Minibatch) -> None:
+        """Make stages forget ``minibatch``, for which no thread waits any more."""
+        for stage in self.stages:
+            stage.put(Parcel(Cancel(minibatch.number)))
+
     def show_buffers(self, number: int, pieces: Collection[int]) -> None:
         """Set the live buffers of ``pieces`` to what their last call left in minibatch ``number``, which is alone."""
         for stage in self.stages:
@@ -284,7 +454,7 @@ class Engine(RunnerPool):
         """Begin the loss if user code has the outputs of the last call of a piece."""
         if self._turn is None or call.which is not self._turn.call:
             return None
-        return self.stages[self._turn.segment.stage].loss(minibatch.number)
+        return Loss(self.stages[self._turn.segment.stage], self._settings.before_pass, minibatch.number)
 
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Send gradients of a piece's outputs. The gradients of its inputs will be delivered to ``minibatch``."""
@@ -359,6 +529,10 @@ class Engine(RunnerPool):
             minibatch.deliver(result.gradients, event)
         else:
             self._backward(minibatch, preceding, result.gradients, event)
+
+
+def _run(minibatch: Minibatch) -> None:
+    minibatch.context.run(minibatch.run)
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:

@@ -36,7 +36,7 @@ from lightning_hetpipe.pipeline.stage_messages import (
     Sums,
     Version,
 )
-from lightning_hetpipe.pipeline.stage_thread import Done, Loss, Parcel, Pass
+from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, Pass
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.values import tensors_in
@@ -279,10 +279,6 @@ class Stage:
         """Stop counting the gradients of ``minibatch``: weights have them, in place of the last step's."""
         self.memory.take(minibatch)
 
-    def loss(self, minibatch: int) -> Loss:
-        """Begin the loss of ``minibatch`` at its turn. The stage waits for its gradients."""
-        return Loss(self, self._settings.before_pass, minibatch)
-
     # Its thread.
 
     def _run(self, parcel: Parcel) -> None:
@@ -320,11 +316,17 @@ class Stage:
         if isinstance(message, Forward) and (message.again or message.call) and self._waits(parcel, message.segment):
             return None
         self._doing = message, time.monotonic()
+        result: Result
         event: StreamEvent | None
         try:
             if number in self._cancelled:
                 raise Discarded
-            result, event = self._compute(parcel)
+            if isinstance(message, Backward):
+                result, event = self._backward(message, parcel)
+            elif self._settings.evaluates:
+                result, event = self._evaluate(message), None
+            else:
+                result, event = self._forward(message, parcel.event)
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
                 explain(error, self._lacking(message))
@@ -345,18 +347,11 @@ class Stage:
         if (following := order.close(minibatch)) is not None:
             self.put(following)  # behind what became ready before it
 
-    def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
-        """Return the result of ``parcel``, and the event behind which it is computed."""
-        task = parcel.message
-        if isinstance(task, Forward):
-            return self._evaluate(task) if self._settings.evaluates else self._forward(task, parcel.event)
-        assert isinstance(task, Backward)
-        return self._backward(task, parcel)
+    # Each returns its result, and the event behind which it is computed. An evaluation waits in its stream.
 
-    def _evaluate(self, task: Forward) -> tuple[Output, None]:
+    def _evaluate(self, task: Forward) -> Output:
         with self._computing("evaluate", task.minibatch):
-            output = self._runners[task.segment].evaluate(task)
-        return Output(task.minibatch, task.segment, output), None
+            return Output(task.minibatch, task.segment, self._runners[task.segment].evaluate(task))
 
     def _forward(self, task: Forward, event: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
         number, segment = task.minibatch, task.segment

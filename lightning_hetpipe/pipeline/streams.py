@@ -229,11 +229,6 @@ class Streams:
     on: Callable[[torch.device], Stream] = stream_on
     user: UserStream | Stream = field(default_factory=UserStream)
 
-    @staticmethod
-    def of_maker(devices: Sequence[torch.device]) -> Streams:
-        """Return streams for threads that share the calling thread's streams on ``devices``, and wait for each pass."""
-        return Streams(lambda device: WaitingStream(device, devices), Stream())
-
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Return ``tensor`` on ``device``, in this thread's streams. A tensor on the host is there on return."""

@@ -44,7 +44,7 @@ from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, has_own_seed, own_state, seeds_of_torch
+from lightning_hetpipe.pipeline.user.user_section import has_own_seed, own_state, seeds_of_torch
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
 from lightning_hetpipe.placement.spread import Overflow
@@ -245,7 +245,7 @@ class EvaluationRun(Driver):
         settings.waited_in()
         trainer = evaluation.trainer
         self._generators = replace(evaluation.generators, evaluation=f"{trainer.state.stage} {trainer.global_step}")
-        with own_state(self._state(1)):  # a state that, like later batches', depends on no thread's timing
+        with own_state(self._generators.state(1)):  # a state that, like later batches', depends on no thread's timing
             calls: list[nn.Module] = []
             state = CarriedState(evaluation.module, calls)
             state.watch([evaluation.module, *evaluation.parts])
@@ -319,11 +319,6 @@ class EvaluationRun(Driver):
 
         self.pipeline.submit(number, Step(run, around, section))
 
-    def _state(self, number: int) -> ProcessState:
-        """Return the process-wide state with which batch ``number`` begins."""
-        own = self._generators
-        return ProcessState.seeded(own.run_seed, own.virtual_worker, own.batch(number))
-
     # The pipeline.
 
     def _begin(self, pieces: Sequence[Piece]) -> None:
@@ -353,7 +348,7 @@ class EvaluationRun(Driver):
         versions = Versions(STASH, in_flight, empty_at=1)
         self.extensions.add(
             UnchangedWeights(evaluation.pieces),
-            RandomStates(self._state),
+            RandomStates(self._generators),
             Replay(module, context),
             SharedValues(module, [piece.module for piece in evaluation.pieces], lambda: versions),
             *[Attributes(part, lambda: versions) for part in (module, *evaluation.parts)],
@@ -389,10 +384,9 @@ class EvaluatedPieces(PieceForwards):
         generators: RandomGenerators,
         driver: Driver,
     ) -> None:
-        super().__init__(evaluation.pieces, layout, driver)
+        super().__init__(evaluation.pieces, layout, generators, driver)
         self._evaluation = evaluation
         self._pipelined = pipelined
-        self._generators = generators
         self._undo.enter_context(
             attached({layer.name: layer.module for piece in evaluation.pieces for layer in piece.layers})
         )

@@ -39,10 +39,9 @@ from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.live import Moves
 from lightning_hetpipe.pipeline.memory import keep_freed_memory
 from lightning_hetpipe.pipeline.operands import OperandsTogether
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
+from lightning_hetpipe.pipeline.user.user_section import own_state
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices
 from lightning_hetpipe.redirect import Redirect
@@ -105,11 +104,8 @@ class Fit(Driver, TrainerRun):
         self._synchroniser = synchroniser
         self._reported = reported
         self._loss_scale = LossScale(precision, self.unlocked)
-        self._generators = RandomGenerators(
-            run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
-        )
-        self._state = partial(ProcessState.seeded, run_seed, settings.virtual_worker)
         self._evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
+        self._generators = self._evaluation.generators
         self._prediction: Prediction | None = None
         self._correction: AroundStep = AroundStep()
         self._around: list[AroundStep] = []
@@ -323,7 +319,7 @@ class Fit(Driver, TrainerRun):
             synchroniser=self._synchroniser,
             operands=self._operands,
             # The user's step draws the same numbers where a run is resumed, as in a runner.
-            state=lambda number: own_state(self._state(number)) if settings.may_run_ahead else NOTHING,
+            state=lambda number: own_state(self._generators.state(number)) if settings.may_run_ahead else NOTHING,
             begin=self._begin,
             stay=self._stay,
         )
@@ -412,7 +408,7 @@ class Fit(Driver, TrainerRun):
                 outside.check_step(before)
                 if apart.shared is not None:
                     raise apart.shared
-            add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
+            add(outside, TrainerCounters(trainer), RandomStates(self._generators), Replay(self._module, context))
             add(SharedValues(self._module, modules, lambda: engine.versions, way_out))
             for part in (self._module, *parts):
                 add(Attributes(part, lambda: engine.versions, way_out, engine.versioned_tensors))

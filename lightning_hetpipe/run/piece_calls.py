@@ -33,11 +33,11 @@ def draws(piece: Piece) -> bool:
 
 
 class PieceForwards(Extension):
-    """Replacement of the ``forward`` of each of ``pieces``, which are in the order of the user's step. Computations of
-    the pipeline of ``driver`` pause while a piece is captured anew."""
+    """Replacement of the ``forward`` of each of ``pieces``, which are in the order of the user's step. Layers draw from
+    ``generators``. Computations of the pipeline of ``driver`` pause while a piece is captured anew."""
 
-    def __init__(self, pieces: Sequence[Piece], layout: Layout, driver: Driver) -> None:
-        self._layout = layout
+    def __init__(self, pieces: Sequence[Piece], layout: Layout, generators: RandomGenerators, driver: Driver) -> None:
+        self._layout, self._generators = layout, generators
         self._undo = ExitStack()
         for captured in filter(None, [piece.captured for piece in pieces]):
             self._undo.callback(setattr, captured, "exclusive", captured.exclusive)
@@ -78,8 +78,7 @@ class PieceCalls(PieceForwards):
         context: Callable[[], Around],
         evaluates: Callable[[], bool],
     ) -> None:
-        super().__init__(pieces, layout, driver)
-        self._generators = generators
+        super().__init__(pieces, layout, generators, driver)
         self._driver, self._context, self._evaluates = driver, context, evaluates
         self._first: int | None = None  # minibatch of the epoch, in which graphs are compared with their modules
         self._modes: list[bool] = []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
 
 Computing = Callable[[], AbstractContextManager[None]]
-"""Context manager around computations, as ``RunnerPool.computing`` is."""
+"""Context manager around computations, as ``Engine.computing`` is."""
 
 
 class NoSynchroniser:

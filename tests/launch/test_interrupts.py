@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.launch.launcher import Launcher
 from lightning_hetpipe.launch.ranks import Rank, Role
-from lightning_hetpipe.pipeline.user import runner_pool
+from lightning_hetpipe.pipeline import engine as engine_module
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from tests.exact.pipelines import even
 from tests.support.small import Learner, assert_clean, batches, layers, plain_step
@@ -29,7 +29,7 @@ HANGING = r"could not end all its threads: .*training_step of minibatch {} is ru
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And Ctrl-C works afterwards: Lightning ignores it while it shuts down."""
-    monkeypatch.setattr(runner_pool, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(engine_module, "JOIN_SECONDS", 0.3)
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineStalled, SettingError
+from lightning_hetpipe.pipeline import engine as engine_module
 from lightning_hetpipe.pipeline.threads import Watchdog
-from lightning_hetpipe.pipeline.user import runner_pool
 from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState
 from tests.pipeline.driving import Held, Line, X, assert_gradients, mlp, stuck_layer
 
@@ -255,7 +255,7 @@ def test_a_layer_that_only_later_changes_its_input_is_refused() -> None:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_pool, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(engine_module, "JOIN_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("short_waits")

@@ -40,7 +40,7 @@ from torch import nn
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.random.graph_draws import GraphDraws, NoDropout, draw_in_graph
 from lightning_hetpipe.pipeline.random.operators import RandomnessError, RandomOperators
-from lightning_hetpipe.pipeline.user.user_section import has_own_seed
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, has_own_seed
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,10 @@ class RandomGenerators:
     def batch(self, minibatch: int | str) -> int | str:
         """Return the name of ``minibatch`` among all batches of the run."""
         return f"{self.evaluation} {minibatch}" if self.evaluation else minibatch
+
+    def state(self, minibatch: int) -> ProcessState:
+        """Return the process-wide state with which user code of ``minibatch`` begins."""
+        return ProcessState.seeded(self.run_seed, self.virtual_worker, self.batch(minibatch))
 
     def generator(
         self, minibatch: int | str, path: str, ordinal: int, device: torch.device, call: int = 0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.lightning_private import counters, counters_ahead, set_counters
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, SectionBetween, UserSection
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, SectionBetween, UserSection
 from lightning_hetpipe.run.lifecycle import Around, Extension
 
 
@@ -59,12 +59,12 @@ class TrainerCounters(Extension):
 
 @dataclass(eq=False)
 class RandomStates(Extension):
-    """Process-wide state for the user code of each minibatch, which begins with ``state`` of its number."""
+    """Process-wide state for the user code of each minibatch, with random numbers of ``generators``."""
 
-    state: Callable[[int], ProcessState]
+    generators: RandomGenerators
 
     def section(self, minibatch: int) -> UserSection:
-        return ProcessSection(self.state(minibatch))
+        return ProcessSection(self.generators.state(minibatch))
 
 
 class ModulesApart(Extension):
