@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, permutations
 
-from lightning_hetpipe.planning.model.catalogue import find
+from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
@@ -127,7 +127,7 @@ def transformer(
     ]
     block = tokens * (24 * width**2 + 4 * length * width)
     work = [8 * tokens * width, *[block] * blocks, 2 * tokens * words * width]
-    speeds = {name: 0.6 * find(name).speed("16") for name in names}
+    speeds = {name: 0.6 * gpus()[name].speed("16") for name in names}
     times = {name: [Times(each / speed, 2 * each / speed) for each in work] for name, speed in speeds.items()}
     return Profile("transformer", batch, layers, times, {})
 
