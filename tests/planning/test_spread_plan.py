@@ -41,7 +41,7 @@ def layers(found: Estimate) -> list[tuple[int, int, int]]:
 
 
 def holding(kept: int, user: UserBytes | None = None, optimizer: str | float = "AdamW") -> StageMemory:
-    """What a device holds of layers with 100 bytes of weights, of which each keeps up to 20 of the bytes ``kept``."""
+    """Memory of a device for layers with 100 bytes of weights, of which each keeps up to 20 of the bytes ``kept``."""
     layers = [LayerBytes("weights", 100, 20, 0), *[LayerBytes("", 0, 10, 0)] * ((kept - 20) // 10)]
     return StageBytes(layers, optimizer).spread(0, len(layers), user)
 

@@ -159,8 +159,9 @@ class StageMemory:
 
 
 class StageBytes:
-    """Bytes of the stages that lie between any two boundaries of ``layers``
-    (:mod:`~lightning_hetpipe.planning.model.costs`).
+    """Bytes of the stages that may lie between any two boundaries of ``layers``.
+
+    Boundaries are numbered as in :mod:`~lightning_hetpipe.planning.model.costs`.
 
     Args:
         optimizer: As :func:`optimizer_state` takes it.
