@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.headline_task import BATCH, batch, network
 from lightning_hetpipe.emulation import Pad
 from lightning_hetpipe.placement.emulated_speeds import pads
-from lightning_hetpipe.planning.model.catalogue import find
+from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
 from lightning_hetpipe.planning.model.estimate import Estimate
@@ -104,7 +104,7 @@ UNEQUAL = Lab("unequal nodes", (1.0, 0.8, 0.5, 0.3), 1.25e9, spans=False)
 PAPER = Lab(
     "nodes of the paper",
     tuple(
-        round(find(name).speed() / find("Titan-V").speed(), 2)
+        round(gpus()[name].speed() / gpus()["Titan-V"].speed(), 2)
         for name in ("Titan-V", "Titan-RTX", "RTX-2060", "Quadro-P4000")
     ),
     7e9,

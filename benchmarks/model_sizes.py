@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.harness import ROOT, table
 from benchmarks.results import README, as_table, replace_block
 from lightning_hetpipe.demo.gpt import GPT
-from lightning_hetpipe.planning.model.catalogue import find
+from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan import profile_file
@@ -147,7 +147,7 @@ def rows(one: Profile, sets: Sequence[Sequence[str]] = SETS) -> list[tuple[str, 
 def _called(devices: Sequence[str]) -> str:
     """Names of ``devices`` with their nominal memory, for people."""
     counts = [each.split("x", 1) if each[0].isdigit() else ("1", each) for each in devices]
-    return ", ".join(f"{count} {name.replace('-', ' ')} ({find(name).memory >> 30} GB)" for count, name in counts)
+    return ", ".join(f"{count} {name.replace('-', ' ')} ({gpus()[name].memory >> 30} GB)" for count, name in counts)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

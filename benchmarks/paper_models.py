@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_hetpipe.planning.model.catalogue import find
+from lightning_hetpipe.planning.model.catalogue import gpus as catalogue
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
 from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
 from lightning_hetpipe.torch_private.tensors import pytree
@@ -171,7 +171,7 @@ def profile(model: str, gpus: Sequence[str]) -> Profile:
     layers = counted(model)
     times = {}
     for name in gpus:
-        gpu = find(name)
+        gpu = catalogue()[name]
         times[name] = [
             Times(
                 each.forward / gpu.speed(PRECISION),

@@ -4,12 +4,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, permutations
 
-from lightning_hetpipe.planning.model.catalogue import find
+from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
-from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
+from lightning_hetpipe.planning.model.stage_memory import StageBytes
 from lightning_hetpipe.planning.search.plans import ENOUGH
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.split_points import partition
@@ -49,10 +49,11 @@ def small(seed: int) -> tuple[Profile, Cluster]:
 
 def best_of_all(profile: Profile, cluster: Cluster) -> float | None:
     """T_max of the best of all splits, subsets and orders that have room for `LEAST`; None if none have."""
+    memory = StageBytes(profile.layers, STATE)
     found = [
         _bottleneck(profile, cluster, slots, splits)
         for slots, splits in _all(len(profile.layers), cluster.slots)
-        if _has_room(profile, slots, splits)
+        if _has_room(memory, len(profile.layers), slots, splits)
     ]
     return min(found, default=None)
 
@@ -76,18 +77,12 @@ def _bottleneck(profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot],
     return slowest
 
 
-def _has_room(profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[int]) -> bool:
-    ends = [*splits[1:], len(profile.layers)]
+def _has_room(memory: StageBytes, layers: int, slots: Sequence[DeviceSlot], splits: Sequence[int]) -> bool:
+    ends = [*splits[1:], layers]
     return all(
-        slot.device.memory is None
-        or stage_memory(
-            Sizes.of(profile.layers, first, after - 1),
-            IN_FLIGHT,
-            LEAST if index or len(slots) == 1 else (*LEAST, StageLoad(IN_FLIGHT, 0)),
-            state=STATE,
-        ).total
-        <= slot.device.memory
+        slot.device.memory is None or memory.stage(first, after, load, IN_FLIGHT).total <= slot.device.memory
         for index, (slot, first, after) in enumerate(zip(slots, splits, ends, strict=True))
+        for load in (LEAST if index or len(slots) == 1 else (*LEAST, StageLoad(IN_FLIGHT, 0)))
     )
 
 
@@ -132,7 +127,7 @@ def transformer(
     ]
     block = tokens * (24 * width**2 + 4 * length * width)
     work = [8 * tokens * width, *[block] * blocks, 2 * tokens * words * width]
-    speeds = {name: 0.6 * find(name).speed("16") for name in names}
+    speeds = {name: 0.6 * gpus()[name].speed("16") for name in names}
     times = {name: [Times(each / speed, 2 * each / speed) for each in work] for name, speed in speeds.items()}
     return Profile("transformer", batch, layers, times, {})
 

@@ -63,7 +63,9 @@ def ideal(task: Task) -> float:
     """The fraction of 1/T_max at which the schedule runs if nothing but the stages takes time."""
     stages = [StageTimes(forward, backward) for forward, backward in task.pads]
     assert task.in_flight is not None
-    return simulate(stages, task.in_flight, task.total).rate(task.warmup) * longest(task)
+    published = simulate(stages, task.in_flight, task.total).published
+    last = task.total - task.warmup
+    return (last - task.warmup) / (published[last - 1] - published[task.warmup - 1]) * longest(task)
 
 
 def longest(task: Task) -> float:

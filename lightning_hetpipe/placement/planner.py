@@ -403,7 +403,7 @@ def _why_few(profiling: ProfilingInput) -> str:
 
 def _estimate(problem: PlanningProblem, slots: Sequence[DeviceSlot], first: Sequence[int], in_flight: int) -> Estimate:
     """Estimate stages on ``slots``, as a spread run if ``in_flight`` asks for it."""
-    return problem.estimate(slots, first, in_flight, problem.spread_memory if in_flight == 1 else None)
+    return problem.estimate(slots, first, in_flight, spread=problem.may_spread and in_flight == 1)
 
 
 def _planned(found: Estimate) -> list[PlannedMemory]:

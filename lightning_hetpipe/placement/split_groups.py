@@ -27,9 +27,7 @@ def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGr
                 [member.share for member in stage.group], {split.layer: split.counts for split in stage.splits}
             )
             home = [member.at for member in stage.group].index(stage.at)
-            found[number] = DeviceGroup(
-                [placement.device(slot) for slot in slots], counts, home, [placement.name(slot) for slot in slots]
-            )
+            found[number] = _group(slots, counts, placement, home)
     return found
 
 
@@ -49,9 +47,11 @@ def shared_groups(
     return {stage: _group(parts[stage], ChannelCounts(shares), placement) for stage, shares in split.items()}
 
 
-def _group(slots: Sequence[DeviceSlot], counts: ChannelCounts, placement: DevicePlacement) -> DeviceGroup:
+def _group(
+    slots: Sequence[DeviceSlot], counts: ChannelCounts, placement: DevicePlacement, home: int = 0
+) -> DeviceGroup:
     devices, names = [placement.device(slot) for slot in slots], [placement.name(slot) for slot in slots]
-    return DeviceGroup(devices, counts, names=names)
+    return DeviceGroup(devices, counts, home, names)
 
 
 def parts_of(split: Mapping[int, Sequence[float]], stages: int, placement: DevicePlacement) -> Parts:

@@ -13,7 +13,7 @@ from benchmarks.paper_models import BATCH, MODELS, counted, profile
 from lightning_hetpipe.cli.cluster_plans import Compared
 from lightning_hetpipe.planning.allocation.allocator import Allocator
 from lightning_hetpipe.planning.allocation.groupings import equal_distribution
-from lightning_hetpipe.planning.model.catalogue import find
+from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.cluster import Cluster, Link, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.search.problem import PlanningProblem
@@ -62,9 +62,9 @@ def test_a_layers_bytes_are_those_that_autograd_saves(monkeypatch: pytest.Monkey
 def test_times_follow_from_data_sheets() -> None:
     found = profile("VGG-19", ["Titan-V"])
     layers, times = counted("VGG-19"), found.times["Titan-V"]
-    assert times[1].forward == pytest.approx(layers[1].forward / find("Titan-V").speed("32"))
-    assert times[1].backward == pytest.approx(layers[1].backward / find("Titan-V").speed("32"))
-    assert times[1].update == pytest.approx(5 * layers[1].layer.parameters / find("Titan-V").bandwidth)
+    assert times[1].forward == pytest.approx(layers[1].forward / gpus()["Titan-V"].speed("32"))
+    assert times[1].backward == pytest.approx(layers[1].backward / gpus()["Titan-V"].speed("32"))
+    assert times[1].update == pytest.approx(5 * layers[1].layer.parameters / gpus()["Titan-V"].bandwidth)
 
 
 LINK = Link(1e3)

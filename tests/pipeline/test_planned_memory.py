@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.pipeline.memory import Counter
 from lightning_hetpipe.planning.model.profile import LayerBytes
 from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes, simulate
-from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
+from lightning_hetpipe.planning.model.stage_memory import StageBytes, StageMemory
 from tests.pipeline.driving import Line
 from tests.pipeline.timetable import Timetable
 from tests.planning.loads import loads
@@ -59,11 +59,12 @@ def planned(
 ) -> list[StageMemory]:
     """Memory of the stages, once all versions differ: before, version buffers are there, but do not count as held."""
     found, since = [], run.published[2 * in_flight - 1]
+    memory = StageBytes(layers, 0.0, recompute)
     for index, (first, after) in enumerate(pairwise([*cuts, len(layers)])):
         every = loads(run, index)
         held = {load for when, load in every if when >= since} | {[load for when, load in every if when < since][-1]}
-        sizes = Sizes.of(layers, first, after - 1)
-        found.append(stage_memory(sizes, in_flight, held, state=0, recompute=recompute))
+        stages = (memory.stage(first, after, load, in_flight) for load in held)
+        found.append(max(stages, key=lambda each: each.total))
     return found
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.placement import device_placement, planner
-from lightning_hetpipe.planning.model.catalogue import find
+from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from lightning_hetpipe.run.first_minibatch import check_memory
@@ -201,7 +201,7 @@ def test_devices_are_emulated_by_their_ratios(measured: Says) -> None:
     assert strategy.last_run.emulated
     assert min(stage.time_s for stage in strategy.last_run.stages) > 2 * 0.0002  # of the CPU
     each = {stage.device.partition(":")[0]: stage.time_s / len(stage.layers) for stage in strategy.last_run.stages}
-    ratio = find("RTX-3090").speed() / find("Quadro-RTX-4000").speed()
+    ratio = gpus()["RTX-3090"].speed() / gpus()["Quadro-RTX-4000"].speed()
     assert each["Quadro-RTX-4000"] / each["RTX-3090"] == pytest.approx(ratio)  # though layers are as short as launches
 
 

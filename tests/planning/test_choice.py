@@ -15,10 +15,8 @@ from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import (
     OPTIMIZERS,
     STEP,
-    Sizes,
-    SpreadMemory,
+    StageBytes,
     optimizer_state,
-    stage_memory,
 )
 from lightning_hetpipe.planning.search.choice import NEGLIGIBLE, best_plan
 from lightning_hetpipe.planning.search.plans import ENOUGH, PlansAt
@@ -320,13 +318,14 @@ class TestMemory:
     LAYERS = (LayerBytes("a", 8, 30, 10), LayerBytes("b", 4, 25, 10), LayerBytes("c", 2, 40, 5))
 
     def test_what_crosses_between_layers_of_a_stage_counts_once(self) -> None:
-        assert Sizes.of(self.LAYERS, 0, 2) == Sizes(14, 30 + (25 - 10) + (40 - 10), 0, 40)
-        assert Sizes.of(self.LAYERS, 1, 2) == Sizes(6, 25 + (40 - 10), 10, 40)
+        for first, weights, kept in ((0, 14, 30 + (25 - 10) + (40 - 10)), (1, 6, 25 + (40 - 10))):
+            found = StageBytes(self.LAYERS).stage(first, 3, StageLoad(1, 0), 3)
+            assert (found.weights, found.activations, found.workspace) == (weights, kept, 40)
 
     def test_each_term(self) -> None:
-        found = stage_memory(
-            Sizes.of(self.LAYERS, 1, 1), 3, [StageLoad(3, 0), StageLoad(2, 2), StageLoad(1, 2)], state=2
-        )
+        memory, loads = StageBytes(self.LAYERS, 2.0), [StageLoad(3, 0), StageLoad(2, 2), StageLoad(1, 2)]
+        found = max((memory.stage(1, 2, load, 3) for load in loads), key=lambda each: each.total)
+        assert memory.totals(loads, 3)[1, 2] == found.total
         # Weights 4; held together heaviest: 3 x 25 and the last step's gradients.
         assert (found.weights, found.versions, found.optimizer) == (4, 12, 8)
         assert (found.activations, found.gradients, found.workspace) == (75, 4, 25)
@@ -336,18 +335,16 @@ class TestMemory:
     def test_frozen_weights_are_there_twice(self) -> None:
         """The live ones, and those of all versions; they have neither gradients nor an optimizer's state."""
         layers = [replace(self.LAYERS[0], frozen=8), replace(self.LAYERS[1], frozen=1)]
-        sizes = Sizes.of(layers, 0, 1)
-        found = stage_memory(sizes, 3, [StageLoad(0, 2)], state=2)
+        found = StageBytes(layers, 2.0).stage(0, 2, StageLoad(0, 2), 3)
         assert (found.weights, found.versions, found.optimizer) == (8 + 4, 8 + 1 + 3 * 3, 2 * 3)
         assert (found.gradients, found.waiting, found.moving) == (3, 2 * 3, 2 * 3)
-        spread = SpreadMemory.of("adamw").stage(sizes)
+        spread = StageBytes(layers, "adamw").spread(0, 2)
         assert (spread.weights, spread.versions, spread.gradients, spread.optimizer) == (12, 0, 3, 6)
 
     def test_computed_again_only_inputs_stay(self) -> None:
-        sizes = Sizes.of(self.LAYERS, 1, 1)
-        found = stage_memory(sizes, 3, [StageLoad(3, 0, 1)], recompute=True)
-        assert found.activations == 3 * 10 + (25 - 10)
-        assert stage_memory(sizes, 3, [StageLoad(3, 0, 0)], recompute=True).activations == 3 * 10
+        memory = StageBytes(self.LAYERS, recompute=True)
+        assert memory.stage(1, 2, StageLoad(3, 0, 1), 3).activations == 3 * 10 + (25 - 10)
+        assert memory.stage(1, 2, StageLoad(3, 0, 0), 3).activations == 3 * 10
 
     def test_optimizers(self) -> None:
         assert optimizer_state("AdamW") == OPTIMIZERS["adamw"] + STEP == 3  # the root of its second moment

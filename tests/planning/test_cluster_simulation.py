@@ -23,6 +23,7 @@ from lightning_hetpipe.rules.schedule import calls, segments
 from lightning_hetpipe.rules.versions import STASH, SYNC, TWO_BUFFERS, Versions
 from lightning_hetpipe.rules.waves import staleness_bound, wave_lengths
 from tests.oracle_policies import global_staleness
+from tests.planning.loads import rate
 
 EQUAL = [StageTimes(1.0, 2.0)] * 4
 
@@ -73,7 +74,7 @@ def test_one_virtual_worker_does_what_its_simulation_alone_says(
 def test_equal_virtual_workers_that_move_nothing_run_side_by_side() -> None:
     alone = simulate(EQUAL, 4, 80, step=0.5)
     run = simulate_cluster([WorkerPipeline(EQUAL, 4, 0.5)] * 3, 4, 20)
-    assert run.rate(4) == pytest.approx(3 * alone.rate(16), rel=0.01)
+    assert run.rate(4) == pytest.approx(3 * rate(alone, 16), rel=0.01)
 
 
 def single(took: float, wave: int = 4) -> WorkerPipeline:

@@ -14,7 +14,6 @@ from lightning_hetpipe.planning.model.cluster import NO_LINK, Cluster, Device, L
 from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
-from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
 from lightning_hetpipe.planning.search import divider
 from lightning_hetpipe.planning.search.divider import CLOSE
 from lightning_hetpipe.planning.search.problem import PlanningProblem
@@ -34,8 +33,7 @@ def has_room(problem: PlanningProblem, stages: Stages, in_flight: int) -> bool:
     """True if every stage has room for what it holds at the least."""
     for index, (slot, first, after) in enumerate(stages):
         held = least_loads(in_flight, index, len(stages))
-        sizes = Sizes.of(problem.profile.layers, first, after - 1)
-        needed = stage_memory(sizes, in_flight, held, state=problem.state, recompute=problem.recompute).total
+        needed = max(problem.memory.stage(first, after, load, in_flight).total for load in held)
         if slot.device.memory is not None and needed > slot.device.memory:
             return False
     return True

@@ -10,26 +10,27 @@ from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.versions import POLICIES, SYNC, TWO_BUFFERS, Versions
+from tests.planning.loads import rate
 
 FOUR = [StageTimes(1.0, 2.0)] * 4
 
 
-def rate(policy: str, in_flight: int, every: int) -> float:
+def rate_of(policy: str, in_flight: int, every: int) -> float:
     run = simulate(FOUR, in_flight, 96, versions=Versions(POLICIES[policy], in_flight, every))
-    return run.rate(edge=24)
+    return rate(run, 24)
 
 
 def test_without_staleness_and_accumulation_stages_take_turns() -> None:
-    assert rate("sync", 4, 1) == pytest.approx(1 / 12)
-    assert rate("stash", 8, 1) == pytest.approx(1 / 3)
+    assert rate_of("sync", 4, 1) == pytest.approx(1 / 12)
+    assert rate_of("stash", 8, 1) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("every", [4, 8, 24])
 def test_minibatches_of_one_step_fill_the_pipeline(every: int) -> None:
     """GPipe: M minibatches take M + k - 1 times as long as the slowest stage does for one."""
-    assert rate("sync", every, every) == pytest.approx(every / (3.0 * (every + 3)))
-    assert rate("2bw", every, every) > rate("sync", every, every)
-    assert rate("2bw", 24, 24) == pytest.approx(1 / 3, rel=0.03)
+    assert rate_of("sync", every, every) == pytest.approx(every / (3.0 * (every + 3)))
+    assert rate_of("2bw", every, every) > rate_of("sync", every, every)
+    assert rate_of("2bw", 24, 24) == pytest.approx(1 / 3, rel=0.03)
 
 
 def cluster(memory: int) -> Cluster:

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from benchmarks import reference_profile
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.catalogue import find
+from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.cluster import Device, Link
 from lightning_hetpipe.planning.model.profile import SHORTEST, LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.profile_file import as_json, load, save
@@ -62,7 +62,7 @@ def test_estimates_come_from_the_gpu_that_is_nearest() -> None:
     )
     assert mine.estimated == {"RTX-4090": "RTX-3090", "P40": "GTX-1080-Ti"}
     assert set(mine.times) == {"RTX-3090", "GTX-1080-Ti", "own", "RTX-4090", "P40"}
-    ratio = find("RTX-4090").speed() / find("RTX-3090").speed()
+    ratio = gpus()["RTX-4090"].speed() / gpus()["RTX-3090"].speed()
     assert mine.times_on(Device("RTX-4090")) == [each.divided(ratio) for each in TIMES]
 
 
@@ -72,19 +72,19 @@ def test_a_cpu_stands_for_the_fastest() -> None:
     assert mine.estimated == {"RTX-3090": "cpu", "T4": "cpu"}
     assert mine.times_on(Device("RTX-3090")) == TIMES
     slower = mine.times_on(Device("T4"))[0].forward
-    assert slower == pytest.approx(find("RTX-3090").speed() / find("T4").speed() * TIMES[0].forward)
+    assert slower == pytest.approx(gpus()["RTX-3090"].speed() / gpus()["T4"].speed() * TIMES[0].forward)
 
 
 def test_a_cpu_whose_speed_was_measured_gives_seconds() -> None:
     """They follow from the ratio of speeds, so that links are compared with them; no layer takes less than launches."""
-    gpu = find("RTX-3090").speed()
+    gpu = gpus()["RTX-3090"].speed()
     mine = replace(profile("cpu"), times={"cpu": [*TIMES[:1], Times(0.001, 0.9, 0.2)]}, speeds={"cpu": gpu / 1000})
     found = mine.with_estimates([Device("RTX-3090"), Device("T4"), Device("abacus")])
     assert found.estimated == {"RTX-3090": "cpu", "T4": "cpu"}
     large, small = found.times_on(Device("RTX-3090"))
     assert large == pytest.approx(Times(0.001, 0.002, 0.0005))
     assert small == pytest.approx(Times(SHORTEST.forward, 0.0009, 0.0002))
-    assert found.times_on(Device("T4"))[0] == pytest.approx(TIMES[0].divided(find("T4").speed() / gpu * 1000))
+    assert found.times_on(Device("T4"))[0] == pytest.approx(TIMES[0].divided(gpus()["T4"].speed() / gpu * 1000))
     assert found.times_on(Device("cpu")) == [*mine.times["cpu"]]
 
 

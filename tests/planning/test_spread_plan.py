@@ -10,13 +10,12 @@ import pytest
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Node
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
-from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory
+from lightning_hetpipe.planning.model.stage_memory import StageBytes, StageMemory
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.spread_plan import spread_plan
 
 MIB = 1 << 20
-ADAMW = SpreadMemory(state=2, step=1)
 
 
 def profile(*layers: tuple[int, int], user: UserBytes | None = None) -> Profile:
@@ -41,24 +40,30 @@ def layers(found: Estimate) -> list[tuple[int, int, int]]:
     return [(stage.slot.number, stage.first, stage.last) for stage in found.stages]
 
 
+def holding(kept: int, user: UserBytes | None = None, optimizer: str | float = "AdamW") -> StageMemory:
+    """Memory of a device for layers with 100 bytes of weights, of which each keeps up to 20 of the bytes ``kept``."""
+    layers = [LayerBytes("weights", 100, 20, 0), *[LayerBytes("", 0, 10, 0)] * ((kept - 20) // 10)]
+    return StageBytes(layers, optimizer).spread(0, len(layers), user)
+
+
 class TestMemory:
     def test_activations_are_there_before_what_the_step_makes(self) -> None:
-        weigh = ADAMW.stage(Sizes(parameters=100, kept=30, inputs=5, largest=20))
+        weigh = holding(30)
         assert (weigh.weights, weigh.versions, weigh.gradients, weigh.optimizer) == (100, 0, 100, 200)
         assert weigh.total == 4 * 100 + 100  # the step makes more than 30 + 20
-        keep = ADAMW.stage(Sizes(parameters=100, kept=90, inputs=5, largest=20))
+        keep = holding(90)
         assert keep.total == 4 * 100 + 90 + 20
 
     def test_user_code(self) -> None:
         user = UserBytes(trained=10, frozen=3, batch=2, kept=20, loss=40)
-        found = ADAMW.stage(Sizes(parameters=100, kept=30, inputs=5, largest=20), user)
+        found = holding(30, user)
         assert found.weights == 113
         assert found.total == 4 * 110 + 3 + 2 + 30 + 20 + 20 + 2 * 40
 
     def test_optimizers(self) -> None:
-        assert SpreadMemory.of("AdamW") == ADAMW
-        assert SpreadMemory.of("sgd_momentum") == SpreadMemory(1, 0)
-        assert SpreadMemory.of(1.5) == SpreadMemory(1.5, 0)
+        for optimizer, lasting, step in (("AdamW", 200, 100 - 30), ("sgd_momentum", 100, 20), (1.5, 150, 20)):
+            found = holding(30, optimizer=optimizer)
+            assert (found.optimizer, found.workspace) == (lasting, step)
 
 
 def test_what_a_pipeline_has_no_room_for() -> None:
@@ -160,5 +165,4 @@ def test_one_device_has_no_pipeline() -> None:
 def test_more_layers_take_no_longer_to_plan_than_their_square() -> None:
     """A model of 1,200 layers that fits nowhere has all divisions tried."""
     given, cluster = profile(*[(10, 1)] * 1200), box(100, 100, 100, 100)
-    problem = PlanningProblem(given, cluster, optimizer=3)
-    assert not spread_plan(problem, ADAMW).fits
+    assert not spread_plan(PlanningProblem(given, cluster, optimizer="adamw")).fits

@@ -14,7 +14,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated
 
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.settings import Choices, check
 
 INTENSITY = 16.0
@@ -86,20 +85,6 @@ def speed_by(peak: float, bandwidth: float) -> float:
     return 1 / (1 / peak + 1 / (INTENSITY * bandwidth))
 
 
-def find(name: str) -> Gpu:
-    """Return the GPU named ``name``. Other spellings are understood: "TITAN RTX", "NVIDIA GeForce RTX 3090".
-
-    Raises:
-        SettingError: if the catalogue has no such GPU. The error suggests the nearest name.
-    """
-    found = known(name)
-    if found is None:
-        names = [gpu.name for gpu in gpus().values()]
-        near = nearest_gpu(name, names) or f"; it has {', '.join(names)}"
-        raise SettingError(f"'{name}' is no GPU of the catalogue{near}")
-    return found
-
-
 def nearest_gpu(name: str, names: Iterable[str]) -> str:
     """Return the end of an error that suggests the closest of ``names``, or an empty string.
 
@@ -116,7 +101,10 @@ def nearest_gpu(name: str, names: Iterable[str]) -> str:
 
 
 def known(name: str) -> Gpu | None:
-    """Return the GPU that :func:`find` finds, or None if the catalogue has no such GPU."""
+    """Return the GPU named ``name``, or None if the catalogue has no such GPU.
+
+    Other spellings are understood: "TITAN RTX", "NVIDIA GeForce RTX 3090".
+    """
     return _by_key().get(_key(name))
 
 

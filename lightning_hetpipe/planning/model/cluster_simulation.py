@@ -110,7 +110,7 @@ def simulate_cluster(
     Args:
         cluster: Cluster whose links are shared. By default transfers between virtual workers take no time.
         servers: The node of each parameter server.
-        jitter: Variation of the tasks' times, see :func:`~lightning_hetpipe.planning.model.simulate.simulate`. The
+        jitter: Variation of the tasks' times, see :class:`~lightning_hetpipe.planning.model.simulate.PipelineRun`. The
             factors are drawn from ``seed``, the virtual worker, the minibatch and the task.
         versions: Weight versions that minibatches use, by default the versions of weight stashing.
 

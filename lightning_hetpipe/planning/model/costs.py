@@ -1,4 +1,4 @@
-"""Costs of stages on devices, in seconds and bytes, by the boundaries between which a stage lies.
+"""Costs of stages on devices, in seconds, by the boundaries between which a stage lies.
 
 Boundary b lies before layer b, boundary n behind the last layer. Arrays of shape (n + 1, n + 1) have the first boundary
 of a stage as row, and its last boundary as column.
@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetpipe.planning.model.cluster import NO_LINK, Cluster, Device, DeviceSlot, Link
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile
-from lightning_hetpipe.planning.model.simulate import StageLoad
-from lightning_hetpipe.planning.model.stage_memory import more
+from lightning_hetpipe.planning.model.profile import Profile
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -133,43 +131,6 @@ def between(values: Sequence[float]) -> Floats:
     """Sum neighbouring ``values`` between any two boundaries. The result is infinite if no value lies between."""
     before = np.cumsum([0.0, *values])
     return np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
-
-
-class StageBytes:
-    """Bytes of stages, by their boundaries. ``state`` is the optimizer's bytes per byte of trained weights."""
-
-    def __init__(self, layers: Sequence[LayerBytes], state: float, recompute: bool) -> None:
-        count = len(layers)
-        outside = np.tri(count + 1, dtype=bool)
-        trained = np.where(outside, 0.0, between([layer.parameters - layer.frozen for layer in layers]))
-        frozen = np.where(outside, 0.0, between([layer.frozen for layer in layers]))
-        added = np.where(outside, 0.0, between([0.0, *(more(*pair) for pair in pairwise(layers))]))
-        each = np.array([*(layer.kept for layer in layers), 0.0])
-        first = np.array([0.0, *(more(*pair) for pair in pairwise(layers)), 0.0])
-        kept = np.where(outside, 0.0, added + (each - first)[:, None])
-        ends = np.where(outside[:, 1:], 0.0, np.broadcast_to(each[:-1], (count + 1, count)))
-        largest = np.pad(np.maximum.accumulate(ends, axis=1), ((0, 0), (1, 0)))
-        outputs = [0, *(layer.output for layer in layers[:-1])]
-        given = [layer.given or before for layer, before in zip(layers, outputs, strict=True)]
-        inputs = np.array([*given, 0.0])[:, None] + np.zeros(count + 1)
-        self._trained = trained
-        self._base = 2 * (trained + frozen) + np.floor(state * trained) + largest
-        self._each: Floats = inputs if recompute else kept
-        self._once: Floats = kept - inputs if recompute else np.zeros_like(kept)
-
-    def of(self, loads: Iterable[StageLoad], buffers: int) -> Floats:
-        """Return the bytes of stages with ``buffers`` copies of the trained weights, for the heaviest of ``loads``."""
-        heaviest = np.zeros_like(self._base)
-        for load in loads:
-            found = load.waiting * self._trained + load.held * self._each + load.whole * self._once
-            np.maximum(heaviest, found, out=heaviest)
-        total: Floats = self._base + buffers * self._trained + heaviest
-        return total
-
-    def at(self, load: StageLoad, first: int, end: int, buffers: int) -> float:
-        """Return the bytes of one stage that holds ``load``, from boundary ``first`` to boundary ``end``."""
-        moving = load.held * self._each[first, end] + load.whole * self._once[first, end]
-        return float(self._base[first, end] + (buffers + load.waiting) * self._trained[first, end] + moving)
 
 
 @dataclass(frozen=True)

@@ -182,18 +182,6 @@ class Simulation:
         """All tasks, sorted by start."""
         return tuple(map(SimulatedTask._make, sorted(self.tasks, key=itemgetter(3, 0))))
 
-    def rate(self, edge: int = 0) -> float:
-        """Return minibatches per second without the first and the last ``edge``, when the pipeline fills and drains.
-
-        Raises:
-            ValueError: if no minibatch is left.
-        """
-        last = len(self.published) - edge
-        if not 0 <= edge < last:
-            raise ValueError(f"edge={edge} leaves none of {len(self.published)} minibatches")
-        began = self.published[edge - 1] if edge else 0.0
-        return (last - edge) / (self.published[last - 1] - began)
-
     def heaviest(self, stage: int) -> list[StageLoad]:
         """Return the loads of ``stage`` that can be the heaviest: for each held and computed count, most waiting."""
         _, held, waiting, whole = self._changes(stage)
@@ -239,10 +227,7 @@ def simulate(
     minibatches: int,
     *,
     step: float = 0.0,
-    wave: int | None = None,
     synchronise: float = 0.0,
-    jitter: float = 0.0,
-    seed: int = 0,
     visits: Visits | None = None,
     versions: Versions | None = None,
 ) -> Simulation:
@@ -251,31 +236,18 @@ def simulate(
     Args:
         stages: Times of each stage, which has one segment. With ``visits``, times of one visit to each segment.
         step: Seconds of Lightning's thread for each minibatch.
-        wave: W, by default Nm.
-        synchronise: Seconds that Lightning's thread waits at the end of each wave.
-        jitter: Standard deviation of the logarithm of the tasks' log-normal factors, which have mean 1. 0.05 is about
-            5%.
+        synchronise: Seconds that Lightning's thread waits at the end of each wave of Nm minibatches.
         visits: Visits of each minibatch, by default one to each stage.
         versions: Weight versions that minibatches use, by default the versions of weight stashing.
 
     Raises:
         ValueError: if a number is out of its range.
     """
-    wave = in_flight if wave is None else wave
-    if not stages or in_flight < 1 or minibatches < 1 or wave < 1 or jitter < 0:
-        raise ValueError(
-            f"{len(stages)} stages, Nm = {in_flight}, {minibatches} minibatches, W = {wave}, jitter = {jitter}"
-        )
-    given, tasks = WorkerPipeline(stages, wave, step, visits), list[TaskFields]()
-    run = PipelineRun(
-        given,
-        versions or Versions(STASH, in_flight),
-        minibatches,
-        jitter,
-        (seed, 0),
-        synchronise=synchronise,
-        tasks=tasks,
-    )
+    if not stages or in_flight < 1 or minibatches < 1:
+        raise ValueError(f"{len(stages)} stages, Nm = {in_flight}, {minibatches} minibatches")
+    given, tasks = WorkerPipeline(stages, in_flight, step, visits), list[TaskFields]()
+    versions = versions or Versions(STASH, in_flight)
+    run = PipelineRun(given, versions, minibatches, synchronise=synchronise, tasks=tasks)
     run.advance()
     return Simulation(tasks, tuple(run.published), tuple(run.held))
 
@@ -284,7 +256,9 @@ class PipelineRun:
     """State of the run of one virtual worker over ``last`` minibatches.
 
     Args:
-        jitter, seed: As for :func:`simulate`. The number of the virtual worker follows the seed.
+        jitter: Standard deviation of the logarithm of the tasks' log-normal factors, which have mean 1. 0.05 is about
+            5%.
+        seed: Seed of the factors, and the number of the virtual worker.
         synchronise: Seconds that a wave's end waits. If None, it waits until :meth:`synchronised` is called.
         wait: Function that waits for a transfer or a device. It is given the time, and a callback for the time at which
             the transfer is over or the device is free.

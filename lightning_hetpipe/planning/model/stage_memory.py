@@ -18,7 +18,7 @@
 
 The first minibatch of a fit is spread over all devices by their room. It has no versions and takes less, except perhaps
 on a device whose later stage has frozen weights. A run with one minibatch in flight has its own memory model
-(:class:`SpreadMemory`).
+(:meth:`StageBytes.spread`).
 
 Gradients and activations are counted at the moment at which their sum is largest. If Lightning's thread is slower than
 simulated, or evaluates between two steps, more gradients wait. They wait on the host if the device has no room
@@ -32,7 +32,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.model.costs import Floats, between
 from lightning_hetpipe.planning.model.profile import LayerBytes, UserBytes
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.rules.versions import POLICIES, STASH, WeightPolicy
@@ -122,42 +125,6 @@ def optimizer_state(optimizer: str | float) -> float:
     return optimizer
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of the layers of one stage.
-
-    Attributes:
-        parameters: Weights.
-        kept: What the forward of one minibatch keeps for its backward.
-        inputs: Inputs of the stage. With recomputation, only these are kept of a minibatch.
-        largest: What the layer that keeps most keeps.
-        frozen: Weights that are not trained. ``parameters`` includes them.
-    """
-
-    parameters: int
-    kept: int
-    inputs: int
-    largest: int
-    frozen: int = 0
-
-    @property
-    def trained(self) -> int:
-        """Bytes of the trained weights."""
-        return self.parameters - self.frozen
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerBytes], first: int, last: int) -> Sizes:
-        """Add up ``layers[first]`` to ``layers[last]``, both inclusive."""
-        own = layers[first : last + 1]
-        return cls(
-            sum(layer.parameters for layer in own),
-            own[0].kept + sum(more(one, other) for one, other in pairwise(own)),
-            own[0].given or (layers[first - 1].output if first else 0),
-            max(layer.kept for layer in own),
-            sum(layer.frozen for layer in own),
-        )
-
-
 def more(before: LayerBytes, layer: LayerBytes) -> int:
     """Return the bytes that ``layer`` keeps besides its input: ``before`` already keeps this input as its output."""
     return max(0, layer.kept - before.output)
@@ -191,78 +158,87 @@ class StageMemory:
         return self.activations + self.waiting
 
 
-def stage_memory(
-    sizes: Sizes,
-    in_flight: int,
-    loads: Iterable[StageLoad],
-    *,
-    state: float = 2.0,
-    recompute: bool = False,
-    user: int = 0,
-    buffers: int | None = None,
-) -> StageMemory:
-    """Estimate the memory of a stage with layers of ``sizes``.
+class StageBytes:
+    """Bytes of the stages that may lie between any two boundaries of ``layers``.
+
+    Boundaries are numbered as in :mod:`~lightning_hetpipe.planning.model.costs`.
 
     Args:
-        loads: What the stage holds at different times. The heaviest load counts.
-        state: The optimizer's bytes, see :func:`optimizer_state`.
+        optimizer: As :func:`optimizer_state` takes it.
         recompute: Whether forwards are recomputed for their backwards. Held minibatches that are not computed keep only
-            their inputs.
-        user: Bytes that user code takes on the device.
-        buffers: Copies of the trained weights for versions, by default Nm.
-    """
-    each, once = (sizes.inputs, sizes.kept - sizes.inputs) if recompute else (sizes.kept, 0)
-    trained = sizes.trained
-    waiting, activations = max(
-        ((load.waiting * trained, load.held * each + load.whole * once) for load in loads), key=sum
-    )
-    versions = (in_flight if buffers is None else buffers) * trained + sizes.frozen
-    return StageMemory(
-        sizes.parameters,
-        versions,
-        gradients=trained,
-        optimizer=int(state * trained),
-        activations=activations,
-        workspace=sizes.largest,
-        user=user,
-        waiting=waiting,
-    )
-
-
-@dataclass(frozen=True)
-class SpreadMemory:
-    """Memory model of a spread run: what a device holds without a pipeline.
-
-    With one minibatch in flight, no weights are stashed and no gradients wait. A device holds the live weights of its
-    layers, the gradients and optimizer state of trained weights, and the minibatch's activations until the backward.
-    Later it holds the temporary memory of the optimizer's step in place of activations. For each byte of trained
-    weights, ``state`` is the lasting and ``step`` the temporary memory in bytes.
+            the inputs of the stage.
     """
 
-    state: float
-    step: float
+    def __init__(self, layers: Sequence[LayerBytes], optimizer: str | float = "adam", recompute: bool = False) -> None:
+        outside = np.tri(len(layers) + 1, dtype=bool)
 
-    @classmethod
-    def of(cls, optimizer: str | float) -> SpreadMemory:
-        """Make the memory model for ``optimizer``, as :func:`optimizer_state` takes it."""
-        step = step_bytes(optimizer)
-        return cls(optimizer_state(optimizer) - step, step)
+        def within(values: Sequence[float]) -> Floats:
+            return np.where(outside, 0.0, between(values))
 
-    def stage(self, sizes: Sizes, user: UserBytes | None = None) -> StageMemory:
-        """Estimate the device that holds layers of ``sizes`` and, if it is the last device, what ``user`` code takes.
+        added = np.array([0.0, *(more(*pair) for pair in pairwise(layers)), 0.0])
+        own = np.array([*(layer.kept for layer in layers), 0.0])
+        ends = np.where(outside[:, 1:], 0.0, np.broadcast_to(own[:-1], (len(own), len(layers))))
+        outputs = [0, *(layer.output for layer in layers[:-1])]
+        given = [layer.given or before for layer, before in zip(layers, outputs, strict=True)]
+        inputs = np.array([*given, 0.0])[:, None] + np.zeros(len(own))
+        self._trained = within([layer.parameters - layer.frozen for layer in layers])
+        self._frozen = within([layer.frozen for layer in layers])
+        self._kept: Floats = np.where(outside, 0.0, between(added[:-1].tolist()) + (own - added)[:, None])
+        self._largest = np.pad(np.maximum.accumulate(ends, axis=1), ((0, 0), (1, 0)))
+        # What the stage keeps of each held minibatch, and what of the computed one besides.
+        self._each = inputs if recompute else self._kept
+        self._once = self._kept - self._each
+        self._state, self._step = optimizer_state(optimizer), step_bytes(optimizer)
+        self._fixed = 2 * (self._trained + self._frozen) + np.floor(self._state * self._trained) + self._largest
 
-        The workspace is the larger one of the backward's and the step's.
+    def totals(self, loads: Iterable[StageLoad], copies: int) -> Floats:
+        """Return the bytes of all stages, for the heaviest of ``loads``, without user code.
+
+        ``copies`` is as for :meth:`stage`. The result is by first and last boundary.
+        """
+        heaviest = np.zeros_like(self._fixed)
+        for load in loads:
+            found = load.waiting * self._trained + load.held * self._each + load.whole * self._once
+            np.maximum(heaviest, found, out=heaviest)
+        total: Floats = self._fixed + copies * self._trained + heaviest
+        return total
+
+    def stage(self, first: int, end: int, load: StageLoad, copies: int, user: int = 0) -> StageMemory:
+        """Estimate the memory of the stage from boundary ``first`` to boundary ``end`` while it holds ``load``.
+
+        Args:
+            copies: Copies of the trained weights for versions.
+            user: Bytes that user code takes on the device.
+        """
+        trained, frozen = int(self._trained[first, end]), int(self._frozen[first, end])
+        return StageMemory(
+            weights=trained + frozen,
+            versions=copies * trained + frozen,
+            gradients=trained,
+            optimizer=int(self._state * trained),
+            activations=load.held * int(self._each[first, end]) + load.whole * int(self._once[first, end]),
+            workspace=int(self._largest[first, end]),
+            user=user,
+            waiting=load.waiting * trained,
+        )
+
+    def spread(self, first: int, end: int, user: UserBytes | None = None) -> StageMemory:
+        """Estimate a device of a spread run: what it holds of the layers between two boundaries without a pipeline.
+
+        With one minibatch in flight, no weights are stashed and no gradients wait. A device holds the live weights of
+        its layers, the gradients and optimizer state of trained weights, and the minibatch's activations until the
+        backward. Later it holds the temporary memory of the optimizer's step in place of activations. So the workspace
+        is the larger one of the backward's and the step's. The last device holds what ``user`` code takes.
         """
         user = user or UserBytes()
-        trained = sizes.trained + user.trained
-        passing = user.kept + 2 * user.loss
-        workspace = max(sizes.largest, int(self.step * trained) - sizes.kept - passing)
+        kept, passing = int(self._kept[first, end]), user.kept + 2 * user.loss
+        trained = int(self._trained[first, end]) + user.trained
         return StageMemory(
-            weights=sizes.parameters + user.trained + user.frozen,
+            weights=trained + int(self._frozen[first, end]) + user.frozen,
             versions=0,
             gradients=trained,
-            optimizer=int(self.state * trained),
-            activations=sizes.kept,
-            workspace=workspace,
+            optimizer=int((self._state - self._step) * trained),
+            activations=kept,
+            workspace=max(int(self._largest[first, end]), int(self._step * trained) - kept - passing),
             user=user.batch + passing,
         )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Bytes, Layer, Seconds
 from lightning_hetpipe.rules.channel_layouts import is_share
@@ -163,32 +160,29 @@ class PlannedWorker(CheckedRecord):
         wave: int | None = None,
     ) -> PlannedWorker:
         """Make the virtual worker of an estimate with ``rate`` minibatches per second. For the rest see ``Plan.of``."""
-        return cls(rate, _stages(found, cluster, estimated, nominal), wave)
 
+        def at(slot: DeviceSlot) -> tuple[str, str]:
+            """Return the names of the node and of the device."""
+            mark = ESTIMATED if slot.device.name in estimated else NOMINAL if slot in nominal else ""
+            return cluster.nodes[slot.node].name, f"{slot}{mark}"
 
-def _stages(
-    found: Estimate, cluster: Cluster, estimated: Collection[str], nominal: Collection[DeviceSlot]
-) -> tuple[PlannedStage, ...]:
-    def label(slot: DeviceSlot) -> str:
-        return str(slot) + (ESTIMATED if slot.device.name in estimated else NOMINAL if slot in nominal else "")
-
-    def member(divided: DividedStage, number: int) -> PlannedMember:
-        slot = divided.slots[number]
-        node, limit = cluster.nodes[slot.node].name, slot.device.memory
-        return PlannedMember(node, label(slot), divided.shares[number], divided.taken[number], limit)
-
-    return tuple(
-        PlannedStage(
-            node=cluster.nodes[stage.slot.node].name,
-            device=label(stage.slot),
-            first_layer=stage.first,
-            last_layer=stage.last,
-            time_s=stage.times.total,
-            memory_bytes=stage.memory.total,
-            memory_limit_bytes=stage.limit,
-            weights_bytes=stage.memory.weights,
-            group=tuple(map(partial(member, stage.divided), range(len(stage.divided.slots)))) if stage.divided else (),
-            splits=tuple(itertools.starmap(PlannedSplit, stage.divided.counts.items())) if stage.divided else (),
-        )
-        for stage in found.stages
-    )
+        stages = []
+        for stage in found.stages:
+            members, splits = list[PlannedMember](), list[PlannedSplit]()
+            if (divided := stage.divided) is not None:
+                parts = zip(divided.slots, divided.shares, divided.taken, strict=True)
+                members = [PlannedMember(*at(slot), share, taken, slot.device.memory) for slot, share, taken in parts]
+                splits = [PlannedSplit(*each) for each in divided.counts.items()]
+            planned = PlannedStage(
+                *at(stage.slot),
+                first_layer=stage.first,
+                last_layer=stage.last,
+                time_s=stage.times.total,
+                memory_bytes=stage.memory.total,
+                memory_limit_bytes=stage.limit,
+                weights_bytes=stage.memory.weights,
+                group=tuple(members),
+                splits=tuple(splits),
+            )
+            stages.append(planned)
+        return cls(rate, tuple(stages), wave)

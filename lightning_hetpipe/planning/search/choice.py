@@ -21,7 +21,6 @@ from functools import cached_property
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.estimate import Estimate, Help
-from lightning_hetpipe.planning.model.stage_memory import SpreadMemory
 from lightning_hetpipe.planning.model.units import digits, in_seconds
 from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, PlansAt
 from lightning_hetpipe.planning.search.problem import PlanningProblem
@@ -60,9 +59,9 @@ def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: 
         )
     if in_flight is not None:
         problem.versions(in_flight).check()
-    search, memory = _Search(problem), problem.spread_memory
-    if memory is not None and (in_flight == 1 or (in_flight is None and devices == 1)):
-        return search.spread(memory)
+    search = _Search(problem)
+    if problem.may_spread and (in_flight == 1 or (in_flight is None and devices == 1)):
+        return search.spread()
     if in_flight is None:
         return search.choose()
     return search.at((fewer and search.most(in_flight)) or in_flight)
@@ -121,8 +120,8 @@ class _Search:
             return self._unfit(self._at(in_flight).least_lacking(), asked=True)
         return self._choice(found, [slowest_stage(found)])
 
-    def spread(self, memory: SpreadMemory) -> Estimate:
-        found = self._found[1] = spread_plan(replace(self._problem, recompute=False), memory)
+    def spread(self) -> Estimate:
+        found = self._found[1] = spread_plan(replace(self._problem, recompute=False))
         return self._choice(found, [_one_after_another(found)]) if found.fits else self._unfit(found, asked=True)
 
     def plan(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
@@ -225,8 +224,8 @@ class _Search:
                     again = other.most(in_flight)
                 elif (choice := other.choose()).fits:
                     again = choice.in_flight
-            fewer, memory = self.most(in_flight - 1), self._problem.spread_memory
-            if fewer is None and memory is not None and spread_plan(self._problem, memory).fits:
+            fewer = self.most(in_flight - 1)
+            if fewer is None and self._problem.may_spread and spread_plan(self._problem).fits:
                 fewer = 1
             return Help(fewer, again, {n: stage.overflow for n, stage in enumerate(found.stages) if stage.overflow})
 

@@ -12,11 +12,11 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.costs import Costs, Division, Fits, Room, StageBytes, kinds_of
+from lightning_hetpipe.planning.model.costs import Costs, Division, Fits, Room, kinds_of
 from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate, StageEstimate, times_on
-from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.profile import Profile, UserBytes
 from lightning_hetpipe.planning.model.simulate import StageLoad, simulate
-from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory, optimizer_state, stage_memory
+from lightning_hetpipe.planning.model.stage_memory import StageBytes, optimizer_state
 from lightning_hetpipe.planning.search.divider import Divider
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
@@ -83,10 +83,9 @@ class PlanningProblem:
         return optimizer_state(self.optimizer)
 
     @property
-    def spread_memory(self) -> SpreadMemory | None:
-        """Memory model of devices if one minibatch in flight makes a spread run, or None if it makes a pipeline."""
-        alone = (self.stages or len(self.slots)) == 1
-        return SpreadMemory.of(self.optimizer) if self.spread and (alone or not self.recompute) else None
+    def may_spread(self) -> bool:
+        """True if one minibatch in flight makes a spread run, not a pipeline."""
+        return self.spread and ((self.stages or len(self.slots)) == 1 or not self.recompute)
 
     def versions(self, in_flight: int) -> Versions:
         """Weight versions that minibatches use at Nm = ``in_flight``."""
@@ -113,27 +112,28 @@ class PlanningProblem:
         versions = self.versions(in_flight)
         copies, waiting = versions.copies, in_flight - 1 if full else 0
         loads = [StageLoad(1, waiting, 1), StageLoad(0, waiting + 1, 0)]
-        last = self._bytes.of(loads, copies) + self.profile.user.total(in_flight, self.state)
+        last = self.memory.totals(loads, copies) + self.profile.user.total(in_flight, self.state)
         if full:
             loads.append(StageLoad(in_flight, 0, 1))
-        before = self._bytes.of(loads, copies)
+        before = self.memory.totals(loads, copies)
         if not full and not self.profile.calls:
-            before[0] = self._bytes.of([*loads, StageLoad(versions.ahead(0), 0, 1)], copies)[0]
+            before[0] = self.memory.totals([*loads, StageLoad(versions.ahead(0), 0, 1)], copies)[0]
         for load, first, end in seen:
             rows = slice(first, end + 1)
-            before[rows] = np.maximum(before[rows], self._bytes.of((load,), copies)[rows])
+            before[rows] = np.maximum(before[rows], self.memory.totals((load,), copies)[rows])
 
         @cache
         def fits(limit: int | None) -> tuple[Fits, Fits]:
             most = math.inf if limit is None else limit * share
             return before <= most, last <= most
 
-        held = (self._bytes.of((StageLoad(number, 0, 1),), copies) for number in (in_flight, 1))
+        held = (self.memory.totals((StageLoad(number, 0, 1),), copies) for number in (in_flight, 1))
         return Room(lambda kind: fits(self.costs.kinds[kind].device.memory), *held)
 
     @cached_property
-    def _bytes(self) -> StageBytes:
-        return StageBytes(self.profile.layers, self.state, self.recompute)
+    def memory(self) -> StageBytes:
+        """Bytes of stages."""
+        return StageBytes(self.profile.layers, self.optimizer, self.recompute)
 
     def surely_lacks(self, division: Division, in_flight: int) -> bool:
         """Return True if a stage of ``division`` has no room for what it holds when its first backward is ready.
@@ -158,8 +158,8 @@ class PlanningProblem:
             most = at_once * slowest[index]
             held = at_once if behind >= most else max(1, math.ceil(behind / slowest[index] * (1 - 1e-9)))
             limit = costs.kinds[kinds[index]].device.memory
-            needed = 0.0 if limit is None else self._bytes.at(StageLoad(held, 0, 1), *places[index], versions.copies)
-            if limit is not None and needed > limit:
+            load = StageLoad(held, 0, 1)
+            if limit is not None and self.memory.stage(*places[index], load, versions.copies).total > limit:
                 return True
             behind += division.takes[index] - forwards[index]
         return False
@@ -175,7 +175,7 @@ class PlanningProblem:
         slots: Sequence[DeviceSlot],
         splits: Sequence[int],
         in_flight: int,
-        spread: SpreadMemory | None = None,
+        spread: bool = False,
     ) -> Estimate:
         """Estimate stages on ``slots`` that start at the layers ``splits``, with ``spread`` those of a spread run.
 
@@ -201,23 +201,14 @@ class PlanningProblem:
         rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times.stages))
         stages = list[StageEstimate]()
         for index, (first, after) in enumerate(pairwise((*splits, len(profile.layers)))):
-            sizes, last = Sizes.of(profile.layers, first, after - 1), index + 1 == len(slots)
-            if spread is not None:
-                taken = {StageLoad(1, 0): spread.stage(sizes, profile.user if last else None)}
+            user = profile.user if index + 1 == len(slots) else UserBytes()
+            if spread:
+                taken = {StageLoad(1, 0): self.memory.spread(first, after, user)}
             else:
-                taken = {
-                    load: stage_memory(
-                        sizes,
-                        in_flight,
-                        [load],
-                        state=self.state,
-                        recompute=self.recompute,
-                        user=profile.user.total(in_flight, self.state) if last else 0,
-                        buffers=versions.copies,
-                    )
-                    for load in run.heaviest(index)
-                }
+                more = user.total(in_flight, self.state)
+                loads = run.heaviest(index)
+                taken = {load: self.memory.stage(first, after, load, versions.copies, more) for load in loads}
             most = max(taken, key=lambda load: taken[load].total)
             place = slots[index], first, after - 1
             stages.append(StageEstimate(*place, times.stages[index], taken[most], run.held[index], most))
-        return Estimate(tuple(stages), versions, self.recompute, rate, run, spread is not None)
+        return Estimate(tuple(stages), versions, self.recompute, rate, run, spread)

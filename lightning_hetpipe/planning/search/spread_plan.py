@@ -13,7 +13,6 @@ from itertools import accumulate
 
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate
-from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 FULL = 0.85
@@ -26,10 +25,10 @@ STEPS = 50
 """Halvings of the interval in which the smallest sufficient share of each device's room is searched."""
 
 
-def spread_plan(problem: PlanningProblem, memory: SpreadMemory) -> Estimate:
+def spread_plan(problem: PlanningProblem) -> Estimate:
     """Return the plan of a spread run by weights. If it does not fit, return the first other plan that fits, if any."""
     slots = _slots(problem)
-    plans = (_estimated(problem, memory, slots, where) for where in _divisions(problem, memory, slots))
+    plans = (_estimated(problem, slots, where) for where in _divisions(problem, slots))
     first = next(plans)
     return first if first.fits else next((plan for plan in plans if plan.fits), first)
 
@@ -44,7 +43,7 @@ def _slots(problem: PlanningProblem) -> list[DeviceSlot]:
     return [slots[index] for index in roomiest([slot.device.memory for slot in slots], problem.stages)]
 
 
-def _divisions(problem: PlanningProblem, memory: SpreadMemory, slots: Sequence[DeviceSlot]) -> Iterator[list[int]]:
+def _divisions(problem: PlanningProblem, slots: Sequence[DeviceSlot]) -> Iterator[list[int]]:
     """Yield the device of each layer: by the bytes of weights, then by the devices' room with and without a margin."""
     limits = [slot.device.memory for slot in slots]
     known = [limit for limit in limits if limit is not None]
@@ -54,12 +53,10 @@ def _divisions(problem: PlanningProblem, memory: SpreadMemory, slots: Sequence[D
     home = divided(sizes, known if len(known) == len(slots) else [1] * len(slots))
     yield home
     for share in (FULL, 1.0):
-        yield list(_filled(problem, memory, home, limits, share))
+        yield list(_filled(problem, home, limits, share))
 
 
-def _filled(
-    problem: PlanningProblem, memory: SpreadMemory, home: Sequence[int], limits: Sequence[int | None], share: float
-) -> Iterator[int]:
+def _filled(problem: PlanningProblem, home: Sequence[int], limits: Sequence[int | None], share: float) -> Iterator[int]:
     """Yield the device of each layer: its ``home``, or the first device behind it that is not full."""
     device = first = 0
     for layer, own in enumerate(home):
@@ -67,19 +64,17 @@ def _filled(
             device, first = own, layer
         user = problem.profile.user if layer + 1 == len(home) else None
         while device + 1 < len(limits) and (limit := limits[device]) is not None:
-            if memory.stage(Sizes.of(problem.profile.layers, first, layer), user).total <= share * limit:
+            if problem.memory.spread(first, layer + 1, user).total <= share * limit:
                 break
             device, first = device + 1, layer
         yield device
 
 
-def _estimated(
-    problem: PlanningProblem, memory: SpreadMemory, slots: Sequence[DeviceSlot], devices: Sequence[int]
-) -> Estimate:
+def _estimated(problem: PlanningProblem, slots: Sequence[DeviceSlot], devices: Sequence[int]) -> Estimate:
     """Estimate layers on ``devices``, and leave out devices without a layer."""
     splits = {device: layer for layer, device in reversed([*enumerate(devices)])}
     used = sorted(splits)
-    return problem.estimate([slots[device] for device in used], [splits[device] for device in used], 1, memory)
+    return problem.estimate([slots[device] for device in used], [splits[device] for device in used], 1, spread=True)
 
 
 def divided(sizes: Sequence[float], room: Sequence[float]) -> list[int]:
