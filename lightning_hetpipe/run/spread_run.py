@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from time import perf_counter  # our own name, as suites script what `time.perf_counter` gives to Lightning
 from typing import Any
@@ -19,7 +20,6 @@ import torch
 from torch import nn
 
 from lightning_hetpipe.capture.grouping import layers_of
-from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.pieces import named_pieces, never_called
 from lightning_hetpipe.capture.prepared_modules import is_compiled, is_scripted
 from lightning_hetpipe.pipeline.operands import OperandsTogether
@@ -148,18 +148,23 @@ class SpreadRun(Metered):
         if self._last is not None:
             self.noted(work, minibatch, started)
 
-    def _noting_calls(self) -> Interceptor:
-        """Record calls of modules that the setting ``module`` names, until the returned context ends."""
+    @contextmanager
+    def _noting_calls(self) -> Iterator[None]:
+        """Context manager in which calls of modules that the setting ``module`` names are recorded."""
         compiled = {part for each in self.module.modules() if is_compiled(each) for part in each.modules()}
         named = {name: self.module.get_submodule(name) for name in self._names or ()}
-        # A redirect of compiled code would cause another compilation.
+        # Compiled code gets no hook, because a hook would cause another compilation.
         watched = {name: each for name, each in named.items() if each not in compiled and not is_scripted(each)}
         self._called.update(named.keys() - watched.keys())
-        return Interceptor(watched.items(), self._note)
+        hooks = [each.register_forward_pre_hook(partial(self._note, name)) for name, each in watched.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def _note(self, call: ModuleCall) -> Any:
-        self._called.add(call.name)
-        return NOT_TAKEN
+    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._called.add(name)
 
     def _pieces(self) -> dict[str, nn.Module]:
         """Return the modules, by path, that a pipeline would probably hold. Without calls this is a guess."""
