@@ -16,6 +16,7 @@ from benchmarks import (
     engine_cost,
     faults,
     growth,
+    host_cost,
     import_time,
     paper_cluster,
     placed,
@@ -31,13 +32,13 @@ from benchmarks import (
     virtual_workers,
 )
 from benchmarks.harness import Options, Outcome
-from benchmarks.host_cost import HOST_COST
 from benchmarks.prediction_costs import PREDICTION_COSTS
 from benchmarks.timeline_costs import TIMELINE_COSTS
 
 BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     import_time.NAME: import_time.run,
     engine_cost.NAME: engine_cost.run,
+    host_cost.NAME: host_cost.run,
     schedule.NAME: schedule.run,
     planning.NAME: planning.run,
     paper_cluster.NAME: paper_cluster.run,
@@ -55,7 +56,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     several_nodes.NAME: several_nodes.run,
     ed_local.NAME: ed_local.run,
     placed.NAME: placed.run,
-    **{turns.name: turns.run for turns in (HOST_COST, TIMELINE_COSTS, PREDICTION_COSTS)},
+    **{turns.name: turns.run for turns in (TIMELINE_COSTS, PREDICTION_COSTS)},
 }
 
 

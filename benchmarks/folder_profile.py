@@ -17,7 +17,7 @@ OURS = "lightning_hetpipe"
 
 @cache
 def folder_of(file: str) -> str:
-    """Name what is charged for code in ``file``: one of our folders, another package, or Python itself."""
+    """Return the folder of our package, the other package, or "python", to which code in ``file`` belongs."""
     parts = file.replace("\\", "/").split("/")
     if OURS in parts:
         own = parts[len(parts) - parts[::-1].index(OURS) - 1 : -1]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from benchmarks.harness import Options, Outcome, Process, in_rounds, run_alone, table
@@ -27,8 +28,9 @@ EVALUATION = Pair(
     1.2,
 )
 
+NAME = "host_cost"
 PAIRS = Turns(
-    "host_cost",
+    NAME,
     "a GPT of 8 blocks of width 16 against a plain Trainer, on one core",
     [
         pair("a one stage, Nm = 1", 1.05, 1, 1),
@@ -45,46 +47,23 @@ PAIRS = Turns(
 )
 
 
-@dataclass(frozen=True)
-class HostCost:
-    """The pairs, and a profile of one run of each variant.
-
-    Attributes:
-        turns: The pairs.
-        profiled: Labels of pairs and the tasks whose CPU time is told by folder.
-    """
-
-    turns: Turns
-
-    @property
-    def name(self) -> str:
-        return self.turns.name
-
-    @property
-    def profiled(self) -> Mapping[str, Task]:
-        """Tasks whose CPU time is told by folder: the plain one, and those with several minibatches in flight."""
-        others = {pair.label: pair.on for pair in self.turns.pairs if (pair.on.in_flight or 1) > 1}
-        return {"plain": self.turns.pairs[0].off} | others
-
-    def run(self, options: Options) -> Outcome:
-        """Measures all pairs, and profiles each variant once."""
-        outcome = self.turns.run(options)
-        cores = self.turns.cpus()
-        tasks = {label: replace(task, turns=1, cores=cores, profile=True) for label, task in self.profiled.items()}
-        if options.quick:
-            tasks = {label: shortened(Pair(label, task, task)).off for label, task in tasks.items()}
-        jobs = {label: partial(profile, task) for label, task in tasks.items()}
-        (found,), failures = in_rounds(jobs, 1)
-        text = [
-            outcome.text,
-            "\nthousands of Python's calls and microseconds of CPU time per minibatch by folder, under a tracer that"
-            "\nmakes each call dearer: compare columns, not times",
-            "",
-            table(by_folder(found)),
-            *(f"\nfailed: {label}\n{reason}" for label, reason in failures.items()),
-        ]
-        data = {**outcome.data, "profiles": dict(found)}
-        return replace(outcome, text="\n".join(text), data=data, complete=outcome.complete and not failures)
+def run(options: Options) -> Outcome:
+    """Measures all pairs, and profiles the plain run and the runs with several minibatches in flight once."""
+    outcome = PAIRS.run(options)
+    pairs = [shortened(pair) if options.quick else pair for pair in PAIRS.pairs]
+    tasks = {"plain": pairs[0].off} | {pair.label: pair.on for pair in pairs if (pair.on.in_flight or 1) > 1}
+    once = {label: replace(task, turns=1, cores=PAIRS.cpus(), profile=True) for label, task in tasks.items()}
+    (found,), failures = in_rounds({label: partial(profile, task) for label, task in once.items()}, 1)
+    text = [
+        outcome.text,
+        "\ncalls of Python functions and microseconds of CPU time per minibatch by folder, under a tracer that makes"
+        "\neach call dearer: compare columns, not times",
+        "",
+        table(by_folder(found)),
+        *(f"\nfailed: {label}\n{reason}" for label, reason in failures.items()),
+    ]
+    data = {**outcome.data, "profiles": dict(found)}
+    return replace(outcome, text="\n".join(text), data=data, complete=outcome.complete and not failures)
 
 
 Profile = Mapping[str, tuple[float, float]]
@@ -100,16 +79,13 @@ def profile(task: Task) -> Profile:
 
 def by_folder(profiles: Mapping[str, Profile]) -> Sequence[tuple[str, ...]]:
     """Rows of a table with a column for each variant, the dearest folder first."""
-    totals = {folder: 0.0 for found in profiles.values() for folder in found}
+    totals = defaultdict[str, float](float)
     for found in profiles.values():
         for folder, (_, spent) in found.items():
             totals[folder] += spent
     rows: list[tuple[str, ...]] = [("folder", *profiles)]
-    for folder in sorted(totals, key=lambda each: -totals[each]):
+    for folder in sorted(totals, key=totals.__getitem__, reverse=True):
         cells = [found.get(folder, (0.0, 0.0)) for found in profiles.values()]
         if max(spent for _, spent in cells) >= 1:
             rows.append((folder, *(f"{calls:.0f}, {spent:.0f}" for calls, spent in cells)))
     return rows
-
-
-HOST_COST = HostCost(PAIRS)

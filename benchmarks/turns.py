@@ -22,7 +22,7 @@ class Pair:
     """Two variants, without and with what is to be measured.
 
     Attributes:
-        target: The least ratio hoped for, of CPU time the largest one. None for that of all pairs.
+        target: Smallest ratio of speed hoped for, or largest ratio of CPU time. None takes the target of all pairs.
     """
 
     label: str

@@ -302,7 +302,7 @@ class Engine:
                 pass
 
     def close(self) -> None:
-        """Drop what is in flight and end every thread. Warn of a thread that is stuck in a layer or in user code."""
+        """Drop every minibatch and end every thread. Warn of a thread that is stuck in a layer or in user code."""
         workers: list[Worker[Minibatch] | Stage] = [*self._runners, *self.stages]
         deadline = time.monotonic() + JOIN_SECONDS
         try:
@@ -360,7 +360,7 @@ class Engine:
 
     def _await(self, ticket: Ticket, ask: Callable[[], None], who: str, deadline: float | None = None) -> None:
         """Wait in Lightning's thread until ``ticket`` holds the lock over user code, or until ``deadline``, if given.
-        If interrupted, cancel what is in flight and give user code some seconds to pause, because Lightning's next work
+        If interrupted, cancel every minibatch and give user code some seconds to pause, because Lightning's next work
         is user code too. If the lock does not come back, Lightning's thread goes on without it."""
         self._lost_lock = True
         try:

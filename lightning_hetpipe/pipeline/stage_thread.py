@@ -1,4 +1,4 @@
-"""Parcels that a stage's thread takes, and what is around its computations."""
+"""Parcels that a thread of a stage takes, and the context managers around the computations of the thread."""
 
 from __future__ import annotations
 

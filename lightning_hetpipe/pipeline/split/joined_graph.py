@@ -138,7 +138,7 @@ def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def join_families(one: T, others: Iterable[T], families: dict[T, set[T]]) -> None:
-    """Make one family of those of ``one`` and of the ``others``. ``families`` has the family of each member."""
+    """Join the families of ``one`` and of the ``others``. ``families`` has the family of each member."""
     together = set[T]().union(*(families.get(each, {each}) for each in (one, *others)))
     families.update(dict.fromkeys(together, together))
 
