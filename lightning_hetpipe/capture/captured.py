@@ -11,9 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.contents import SetsState
-from lightning_hetpipe.capture.effects import SideEffect, put_back, untouched
+from lightning_hetpipe.capture.effects import FrozenValues, SideEffect, put_back, untouched
 from lightning_hetpipe.capture.export import decides, graph_of
-from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.grouping import at, called_alike, joined_by_buffer, marked_paths
 from lightning_hetpipe.capture.layer_functions import device_of, parts
 from lightning_hetpipe.capture.prepared_modules import is_checkpointed
@@ -24,8 +23,7 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_name
 from lightning_hetpipe.pipeline.operands import across_devices_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import pytree, without_memory
+from lightning_hetpipe.torch_private.tensors import address_of, pytree, without_memory
 
 VARIANTS = 8
 """Largest number of graphs of one piece, one for each kind of input."""

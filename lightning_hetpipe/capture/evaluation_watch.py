@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.contents import AttributesBefore, opaque_in, unknown_in, without_opaque
-from lightning_hetpipe.capture.effects import SideEffect, refuse_noticed, untouched
+from lightning_hetpipe.capture.effects import FrozenValues, SideEffect, refuse_noticed, untouched
 from lightning_hetpipe.capture.export import decides
-from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.capture.noticed_calls import OUTPUT, SEED, STATE
 from lightning_hetpipe.capture.parity_check import equal_outputs
 from lightning_hetpipe.capture.piece_search import without_graph
@@ -33,6 +31,7 @@ from lightning_hetpipe.errors import SettingError, reason_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import Value, equal
+from lightning_hetpipe.redirect import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.torch_private.tensors import pytree, version_counter
 
 

@@ -24,8 +24,7 @@ from torch.export import Dim, ShapesCollection, export
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.capture.contents import SetsState, sets_attribute, unknown_in, without_opaque
-from lightning_hetpipe.capture.effects import Given, SideEffect, untouched
-from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.effects import FrozenValues, Given, SideEffect, untouched
 from lightning_hetpipe.capture.grouping import base_of, written_by
 from lightning_hetpipe.capture.noticed_calls import is_users, line_for_people
 from lightning_hetpipe.capture.prepared_modules import without_checkpoints

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from lightning_hetpipe.capture.contents import AttributesBefore, SetsState, opaque_in, sets_attribute
-from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.effects import FrozenValues
 from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
 from lightning_hetpipe.capture.prepared_modules import refuse_compiled, refuse_scripted
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
@@ -27,9 +27,14 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value, blocks, is_reentrant_checkpoint, reentrant_checkpoint, tensors_of
 from lightning_hetpipe.planning.model.profile import UserBytes
-from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_nodes, graph_start
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import behind_functorch, version_counter
+from lightning_hetpipe.torch_private.tensors import (
+    address_of,
+    behind_functorch,
+    graph_leaves,
+    graph_nodes,
+    graph_start,
+    version_counter,
+)
 
 
 def refuse_leaves(root: nn.Module, allowed: Collection[int], loss: Tensor, made_inside: bool = False) -> None:

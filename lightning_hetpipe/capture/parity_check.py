@@ -41,9 +41,13 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.user.user_section import states_of_torch
 from lightning_hetpipe.pipeline.values import Value, all_equal, equal, tensors_of
 from lightning_hetpipe.pipeline.weight_stash import copy_of
-from lightning_hetpipe.torch_private.autograd import following_nodes, graph_leaves, graph_nodes
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import without_gradient_hooks
+from lightning_hetpipe.torch_private.tensors import (
+    address_of,
+    following_nodes,
+    graph_leaves,
+    graph_nodes,
+    without_gradient_hooks,
+)
 
 RUNS = 3
 """Repetitions of a graph on an accelerator that show whether its last bits vary."""

@@ -28,8 +28,8 @@ from lightning_hetpipe.torch_private.modules import (
 )
 
 
-def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redirect]:
-    """Make compiled modules in ``root`` run uncompiled until the returned redirects are removed, and warn about it.
+def look_through(root: nn.Module, *, stages_compile: bool) -> ExitStack:
+    """Make compiled modules in ``root`` run uncompiled until the returned stack is closed, and warn about it.
 
     If ``stages_compile``, the warning says that stages compile the layers. Frozen modules stay compiled.
     """
@@ -43,10 +43,11 @@ def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redir
         warnings.warn(
             f"'{next(iter(found))}' is compiled by torch.compile; while HetPipeStrategy trains, {instead}", stacklevel=2
         )
-    return [
-        Redirect(module, COMPILED_CALL if behind_compile(module) is None else "forward", _run_uncompiled)
-        for module in found.values()
-    ]
+    undo = ExitStack()
+    for module in found.values():
+        name = COMPILED_CALL if behind_compile(module) is None else "forward"
+        undo.callback(Redirect(module, name, _run_uncompiled).remove)
+    return undo
 
 
 def is_compiled(module: nn.Module) -> bool:

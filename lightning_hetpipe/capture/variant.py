@@ -25,10 +25,9 @@ from lightning_hetpipe.capture.grouping import base_of, compute_nodes, written_b
 from lightning_hetpipe.capture.noticed_calls import line_for_people
 from lightning_hetpipe.capture.reached_values import Moment
 from lightning_hetpipe.pipeline.values import Value, tensors_of
-from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.graphs import GRAPH_GUARDS, READ_VALUE, split_outputs
 from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
-from lightning_hetpipe.torch_private.tensors import pytree
+from lightning_hetpipe.torch_private.tensors import graph_nodes, pytree
 
 UNSEEN = 64
 """Largest number of unseen answers in one graph, because a loop without an end would be traced for ever."""

@@ -22,9 +22,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.accelerator import is_initialized
 from lightning_hetpipe.capture.contents import AttributesBefore, SetsState, without_opaque
-from lightning_hetpipe.capture.effects import refuse_noticed, refuse_seeded
-from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
+from lightning_hetpipe.capture.effects import FrozenValues, refuse_noticed, refuse_seeded
 from lightning_hetpipe.capture.noticed_calls import IN_NO_GRAPH, NOWHERE
 from lightning_hetpipe.capture.observation import (
     CallNode,
@@ -57,10 +55,9 @@ from lightning_hetpipe.pipeline.values import (
     tensors_of,
 )
 from lightning_hetpipe.planning.model.profile import UserBytes
-from lightning_hetpipe.torch_private.autograd import graph_nodes
+from lightning_hetpipe.redirect import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.torch_private.modules import behind_compile, has_global_hooks
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import version_counter
+from lightning_hetpipe.torch_private.tensors import address_of, graph_nodes, version_counter
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import Stream
 from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers
 from lightning_hetpipe.rules.versions import Reading
-from lightning_hetpipe.torch_private.subclasses import take_in_foreach
+from lightning_hetpipe.torch_private.tensors import take_in_foreach
 
 
 class HostLost(VirtualWorkerLost):

@@ -30,7 +30,7 @@ from lightning_hetpipe.hosts.host_memory import CPU, Handle, HostMemory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.values import nested_tensors
 from lightning_hetpipe.torch_private.graphs import OperatorOverload, schema_of
-from lightning_hetpipe.torch_private.subclasses import as_plain, exchange, make_without_memory
+from lightning_hetpipe.torch_private.tensors import as_plain, exchange, make_without_memory
 
 
 class RemoteTensor(Tensor):

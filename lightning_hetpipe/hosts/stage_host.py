@@ -36,8 +36,7 @@ from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
 from lightning_hetpipe.server.protocol.shard import block_of
 from lightning_hetpipe.server.transport.security import Security
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import strided_parts
+from lightning_hetpipe.torch_private.tensors import address_of, strided_parts
 
 SENDING = 5.0
 """Seconds at the end in which answers are still sent."""

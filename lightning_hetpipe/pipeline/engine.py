@@ -37,7 +37,7 @@ from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
 from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Reading, Versions
-from lightning_hetpipe.torch_private.subclasses import address_of
+from lightning_hetpipe.torch_private.tensors import address_of
 
 MakeStage = Callable[..., Stage]
 

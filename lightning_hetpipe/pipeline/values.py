@@ -24,9 +24,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.streams import move
-from lightning_hetpipe.torch_private import autograd
-from lightning_hetpipe.torch_private.autograd import graph_nodes
-from lightning_hetpipe.torch_private.tensors import behind_functorch, pytree
+from lightning_hetpipe.torch_private.tensors import behind_functorch, graph_nodes, pytree
+from lightning_hetpipe.torch_private.tensors import run_backward as torchs_backward
 
 
 class Addends(tuple[Tensor, ...]):
@@ -285,13 +284,13 @@ def reentrant_checkpoint() -> SettingError:
 
 
 def run_backward(outputs: Sequence[Tensor | GradientEdge], *arguments: Any) -> Sequence[Tensor | None]:
-    """Compute gradients, as :func:`torch_private.autograd.run_backward` does.
+    """Compute gradients, as :func:`torch_private.tensors.run_backward` does.
 
     Raises:
         SettingError: if the pass fails and there is a reentrant checkpoint on its way.
     """
     try:
-        return autograd.run_backward(outputs, *arguments)
+        return torchs_backward(outputs, *arguments)
     except RuntimeError as error:
         starts = [each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs]
         is_reentrant = any(map(is_reentrant_checkpoint, graph_nodes(starts, [])))

@@ -30,8 +30,7 @@ from lightning_hetpipe.pipeline.stage_messages import Flags, Move, Version
 from lightning_hetpipe.pipeline.streams import StreamEvent
 from lightning_hetpipe.pipeline.values import all_equal, unequal
 from lightning_hetpipe.rules.versions import Reading
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import foreach_copy_, version_counter
+from lightning_hetpipe.torch_private.tensors import address_of, foreach_copy_, version_counter
 
 _NO_FLAGS = Flags((), ())
 

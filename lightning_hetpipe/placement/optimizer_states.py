@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.values import nested_tensors
-from lightning_hetpipe.torch_private.subclasses import address_of
+from lightning_hetpipe.torch_private.tensors import address_of
 
 Change = Callable[[Any, Tensor], Tensor]
 """Function from the name of a state, if it has one, and its tensor to the tensor that replaces it."""

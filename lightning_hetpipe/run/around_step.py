@@ -1,20 +1,54 @@
-"""Contexts around an optimizer's step: around the whole step, and around its computation after the closure returned.
+"""Around an optimizer's step: gradients are delivered before it, and contexts are open around it.
 
-One of them corrects learning rates at the start of training, when stale gradients do most harm (PipeMare, 2021: T1).
+A context is around the whole step, or around its computation after the closure returned. One of them corrects learning
+rates at the start of training, when stale gradients do most harm (PipeMare, 2021: T1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import has_step_hooks, run_first
 from lightning_hetpipe.run.lifecycle import opened
+from lightning_hetpipe.torch_private.tensors import address_of, has_gradient_hooks
+
+
+def deliver(gradients: Mapping[nn.Parameter, Tensor], factor: float = 1.0) -> None:
+    """Add ``gradients``, times ``factor``, to ``.grad``, and run hooks of the parameters."""
+    taken: set[int] = set()
+    for parameter, gradient in gradients.items():
+        if not parameter.requires_grad:  # a callback froze it meanwhile
+            continue
+        gradient = gradient.to(parameter.device)
+        if factor != 1.0:
+            gradient = gradient * factor  # not in place: autograd may use one tensor for several gradients
+        if has_gradient_hooks(parameter):
+            torch.autograd.backward(parameter, gradient)
+        elif parameter.grad is None:
+            parameter.grad = _own(gradient, parameter, taken)
+        else:
+            with torch.no_grad():
+                parameter.grad += gradient
+
+
+def _own(gradient: Tensor, parameter: nn.Parameter, taken: set[int]) -> Tensor:
+    """Return ``gradient`` in its own memory, in the parameter's layout: autograd may use one tensor for several."""
+    if gradient.layout is not torch.strided:
+        return gradient
+    memory = address_of(gradient)
+    if memory in taken or gradient.stride() != parameter.stride():
+        return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+    if memory is not None:  # None at a host, which has seen to it
+        taken.add(memory)
+    # Not a view, as a linear layer's gradient is: `module.cpu()` would leave the base of the view on the device.
+    return gradient.data
 
 
 class AroundStep:

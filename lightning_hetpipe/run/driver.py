@@ -1,4 +1,7 @@
-"""The driver of a run: it turns Lightning's calls into the life of a minibatch, and raises its events."""
+"""The driver of a run, which turns Lightning's calls into the life of a minibatch and raises its events.
+
+:class:`TrainerRun` is what the strategy asks of the Trainer's current run.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
-from lightning_hetpipe.lightning_private import DataFetcher
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+
+from lightning_hetpipe.lightning_private import DataFetcher, move_before_transfer
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, current
 from lightning_hetpipe.pipeline.user.user_section import UserSection
@@ -15,8 +23,63 @@ from lightning_hetpipe.run.lifecycle import Around, Extension, Extensions
 from lightning_hetpipe.run.look_ahead import LookAhead
 
 
+class TrainerRun:
+    """One run of the Trainer: a fit or an evaluation. An instance of this class itself stands for no run.
+
+    Attributes:
+        pipeline: Runs minibatches in flight, once there are stages.
+        devices: The stages' devices, once there are stages.
+    """
+
+    def __init__(self) -> None:
+        self.pipeline: Engine | None = None
+        self.devices: Sequence[torch.device] = ()
+
+    def open(self) -> None:
+        """Begin the run."""
+
+    def close(self) -> None:
+        """End the run, and leave no thread and no change in the module behind."""
+
+    def finish_report(self) -> None:
+        """Report the numbers so far. Training is over, and loggers are open."""
+
+    def lacking(self) -> str:
+        """Describe what devices needed memory for when one ran out of it, and what helps."""
+        return (
+            "the model was on its way to its devices, which share it by the bytes of its weights; give more devices, or"
+            " ones with more memory"
+        )
+
+    def trained_in_flight(self, before: int) -> int:
+        """Return the Nm with which the weights are trained now, or ``before``, the last fit's Nm, outside of a fit."""
+        return before
+
+    def last_changes(self) -> Sequence[Tensor | None]:
+        """Return each parameter's change by the optimizer's last step, if weights are predicted by it."""
+        return ()
+
+    def restore_changes(self, changes: Sequence[Tensor | None]) -> None:
+        """Restore the ``changes`` of a checkpoint, from :meth:`last_changes`, after optimizer states were restored."""
+
+    def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
+        """Run Lightning's step ``native``, or wait for its minibatch if there is a pipeline."""
+        return native(*args)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Open a context around ``optimizer``'s step."""
+        return nullcontext()
+
+    def offer(self) -> None:
+        """Run user code for which stages wait, between Lightning's hooks."""
+
+    def evaluation_step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
+        """Run the strategy's own step ``hook``, ``native``, or take its output from the pipeline."""
+        return native(*args)
+
+
 class Driver:
-    """A run of one of Lightning's loops. It numbers minibatches over the whole run.
+    """A run of one of the loops of ``trainer``. It numbers minibatches over the whole run.
 
     Attributes:
         restarts: Whether the pipeline starts empty at the next version.
@@ -24,7 +87,9 @@ class Driver:
         pipeline: Runs the user's steps. Until :meth:`start` there is none, and they run in Lightning's own thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: L.Trainer, precision: Precision) -> None:
+        self._trainer = trainer
+        self._precision = precision
         self.extensions = Extensions()
         self.restarts = False
         self.copies_batches = False
@@ -43,10 +108,6 @@ class Driver:
 
     def ahead_limit(self) -> int:
         """Return the number of batches that may be in flight now, beginning with the batch that Lightning asks for."""
-        raise NotImplementedError
-
-    def prepare(self, batch: Any, dataloader_idx: int) -> Any:
-        """Move ``batch`` to the devices and run all transfer hooks."""
         raise NotImplementedError
 
     def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
@@ -77,6 +138,12 @@ class Driver:
         if self.pipeline is not None:
             self.pipeline.discard()
         self.extensions.tell(Extension.discarded)
+
+    def prepare(self, batch: Any, dataloader_idx: int) -> Any:
+        """Move ``batch`` to the devices with all transfer hooks, as Lightning would do it."""
+        batch = self._precision.convert_input(batch)
+        batch = move_before_transfer(self._trainer.lightning_module, batch, dataloader_idx)
+        return self._trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
     def next_batch(self) -> None:
         """Handle Lightning's request for a batch: the step before it is over."""
@@ -164,3 +231,10 @@ class Driver:
         """Run sections of user code for which stages wait. The strategy calls this between Lightning's hooks."""
         if self.pipeline is not None:
             self.pipeline.offer()
+
+
+def default_dtype_in(context: Callable[[], AbstractContextManager[Any]]) -> torch.dtype | None:
+    """Return the default dtype within a precision plugin's ``context``, or None if it is the process's default."""
+    with context():
+        inside = torch.get_default_dtype()
+    return None if inside is torch.get_default_dtype() else inside

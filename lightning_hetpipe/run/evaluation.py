@@ -24,7 +24,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hetpipe.capture.evaluation_watch import EvaluationWatch
-from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.capture.profiling import ProfilingInput
@@ -50,18 +49,17 @@ from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
 from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.search.split_points import partition_within, stage_times
 from lightning_hetpipe.planning.search.spread_plan import FULL
-from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.redirect import NOT_TAKEN, ModuleCall, Redirect
 from lightning_hetpipe.rules.versions import STASH, Versions
-from lightning_hetpipe.run.driver import Driver
+from lightning_hetpipe.run.driver import Driver, TrainerRun, default_dtype_in
 from lightning_hetpipe.run.extensions.minibatch_state import RandomStates, user_parts
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.extensions.shared_values import SHARED, CarriedState, SharedValues
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.run.look_ahead import LookAhead, before_transfer, prepared
+from lightning_hetpipe.run.look_ahead import LookAhead, before_transfer
 from lightning_hetpipe.run.piece_calls import PieceForwards, draws
 from lightning_hetpipe.run.run_settings import RunSettings
-from lightning_hetpipe.run.trainer_run import TrainerRun, default_dtype_in
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 _STAGES = {
@@ -202,7 +200,7 @@ class EvaluationRun(Driver):
     """One run of the loop of ``evaluation``."""
 
     def __init__(self, evaluation: Evaluation) -> None:
-        super().__init__()
+        super().__init__(evaluation.trainer, evaluation.precision)
         self._evaluation = evaluation
         self._generators: RandomGenerators
         self._ahead: tuple[DataFetcher, LookAhead] | None = None
@@ -243,7 +241,7 @@ class EvaluationRun(Driver):
             )
             return native(*args)
         settings.waited_in()
-        trainer = evaluation.trainer
+        trainer = self._trainer
         self._generators = replace(evaluation.generators, evaluation=f"{trainer.state.stage} {trainer.global_step}")
         with own_state(self._generators.state(1)):  # a state that, like later batches', depends on no thread's timing
             calls: list[nn.Module] = []
@@ -297,9 +295,6 @@ class EvaluationRun(Driver):
 
     def ahead_limit(self) -> int:
         return self._evaluation.in_flight
-
-    def prepare(self, batch: Any, dataloader_idx: int) -> Any:
-        return prepared(batch, dataloader_idx, self._evaluation.trainer, self._evaluation.precision)
 
     def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         assert self.pipeline is not None

@@ -22,13 +22,15 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import callbacks_of
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.user.user_section import own_state
 from lightning_hetpipe.placement.decision import Decision, without_gain
 from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.report import batch_size
 from lightning_hetpipe.rules.versions import Versions
+from lightning_hetpipe.run.driver import default_dtype_in
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters, States
-from lightning_hetpipe.run.lifecycle import Around
+from lightning_hetpipe.run.lifecycle import NOTHING
 from lightning_hetpipe.run.run_settings import (
     RunSettings,
     check_resumed,
@@ -37,7 +39,6 @@ from lightning_hetpipe.run.run_settings import (
     trains_frozen_later,
 )
 from lightning_hetpipe.run.stale_gradients import check_staleness, has_batch_norm
-from lightning_hetpipe.run.trainer_run import default_dtype_in
 from lightning_hetpipe.torch_private.tensors import pytree
 from lightning_hetpipe.workers.collectives import ahead
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
@@ -74,8 +75,7 @@ Begin = Callable[[TrainingWatch, Decision, int, States], None]
 @dataclass(eq=False)
 class FirstMinibatch:
     """A watch over the first minibatch of a fit in Lightning's own thread. It decides once the gradients are there.
-    Then it calls ``begin`` for a pipeline, or ``stay`` if hand-overs would eat the gain of a pipeline. ``state`` opens
-    the process-wide state of a minibatch, if minibatches have their own."""
+    Then it calls ``begin`` for a pipeline, or ``stay`` if hand-overs would eat the gain of a pipeline."""
 
     trainer: L.Trainer
     precision: Precision
@@ -83,7 +83,6 @@ class FirstMinibatch:
     generators: RandomGenerators
     synchroniser: Synchroniser | NoSynchroniser
     operands: OperandsTogether
-    state: Callable[[int], Around]
     begin: Begin
     stay: Callable[[], None]
 
@@ -115,7 +114,9 @@ class FirstMinibatch:
         check_memory(self._module, self.trainer.optimizers[0], settings.memory)
         settings.waited_in()
         overflow = Overflow(self._module, settings.spread, settings.memory, self.trainer.optimizers, self._finetuned)
-        with watch.watching(), self.operands.told(overflow), self.state(minibatch):
+        # If minibatches have their own state, the user's step draws the same numbers as in a runner of a resumed run.
+        state = own_state(self.generators.state(minibatch)) if settings.may_run_ahead else NOTHING
+        with watch.watching(), self.operands.told(overflow), state:
             output = native(*args)
         self._waited = settings.waited_in()
         loss = loss_of(output, self.trainer)

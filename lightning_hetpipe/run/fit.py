@@ -41,15 +41,14 @@ from lightning_hetpipe.pipeline.memory import keep_freed_memory
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
-from lightning_hetpipe.pipeline.user.user_section import own_state
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.rules.versions import Versions, WeightPolicy
 from lightning_hetpipe.run import first_minibatch, spread_run
-from lightning_hetpipe.run.around_step import AroundStep, RateCorrection, around_step
-from lightning_hetpipe.run.driver import Driver
+from lightning_hetpipe.run.around_step import AroundStep, RateCorrection, around_step, deliver
+from lightning_hetpipe.run.driver import Driver, TrainerRun, default_dtype_in
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.minibatch_state import (
     LossScale,
@@ -66,15 +65,13 @@ from lightning_hetpipe.run.extensions.shared_values import SHARED, SharedValues
 from lightning_hetpipe.run.extensions.telemetry import Pace, Telemetry
 from lightning_hetpipe.run.extensions.waves_and_cuts import WavesAndCuts
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch
-from lightning_hetpipe.run.gradients import clip_by_norm, deliver
-from lightning_hetpipe.run.lifecycle import NOTHING, Extension, opened
-from lightning_hetpipe.run.look_ahead import before_transfer, prepared
+from lightning_hetpipe.run.lifecycle import Extension, opened
+from lightning_hetpipe.run.look_ahead import before_transfer
 from lightning_hetpipe.run.piece_calls import PieceCalls
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
 from lightning_hetpipe.run.preemption import Preemption
 from lightning_hetpipe.run.run_settings import RunSettings, loss_of
 from lightning_hetpipe.run.spread_run import SpreadRun
-from lightning_hetpipe.run.trainer_run import TrainerRun, default_dtype_in
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
@@ -90,11 +87,9 @@ class Fit(Driver, TrainerRun):
         synchroniser: Synchroniser | NoSynchroniser,
         reported: Callable[[RunReport], None],
     ) -> None:
-        Driver.__init__(self)
         TrainerRun.__init__(self)
-        self._trainer = trainer
+        Driver.__init__(self, trainer, precision)
         self._module: L.LightningModule = trainer.lightning_module
-        self._precision = precision
         window, before_pass = settings.timeline, settings.before_pass
         self._emulation = before_pass if isinstance(before_pass, Emulation) else None
         self._recording = None if window is None else Recording(trainer, window, settings.virtual_worker)
@@ -114,7 +109,7 @@ class Fit(Driver, TrainerRun):
         self._finished: Minibatch
         self._moved = False  # the look-ahead may move batches to another device than the engine's root device
         self._apart = False  # modules were taken apart, whose own code may make leaves that want no gradient
-        self._compiled: list[Redirect] = []
+        self._compiled = ExitStack()  # while it is open, compiled modules run uncompiled
         self._lacking: Callable[[], str] = lambda: first_minibatch.LACKING
         self._report: Callable[[], RunReport] = RunReport
         self._is_reported = False
@@ -127,8 +122,6 @@ class Fit(Driver, TrainerRun):
         self._undo.callback(torch.set_num_threads, self._plain_threads)
         self._undo.enter_context(self._operands)
         epoch_loop = self._trainer.fit_loop.epoch_loop
-        if len(set(self._settings.devices)) > 1:
-            self._undo.callback(Redirect(self._precision, "clip_grad_by_norm", clip_by_norm).remove)
         self._undo.callback(Redirect(epoch_loop, "run", self._run_epoch).remove)
         self._undo.callback(Redirect(epoch_loop.val_loop, "run", self._validate).remove)
         self._undo.callback(Redirect(self._precision, "backward", self._backward).remove)
@@ -260,9 +253,6 @@ class Fit(Driver, TrainerRun):
         begun = begun_minibatches(self._trainer)[1] % accumulate
         return min(in_flight, (max_steps - self._trainer.global_step) * accumulate - begun)
 
-    def prepare(self, batch: Any, dataloader_idx: int) -> Any:
-        return prepared(batch, 0, self._trainer, self._precision)
-
     def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         assert self.pipeline is not None
         if batch is None:
@@ -309,8 +299,8 @@ class Fit(Driver, TrainerRun):
         if settings.lr_correction is not None:
             self._correction = RateCorrection(optimizer, settings.lr_correction, self._most_steps, steps)
             self._around.append(self._correction)
-        self._compiled = look_through(self._module, stages_compile=settings.compile is not None)
-        self._undo.callback(self._run_compiled)
+        looked_through = look_through(self._module, stages_compile=settings.compile is not None)
+        self._compiled = self._undo.enter_context(looked_through)
         return FirstMinibatch(
             self._trainer,
             self._precision,
@@ -318,15 +308,9 @@ class Fit(Driver, TrainerRun):
             generators=self._generators,
             synchroniser=self._synchroniser,
             operands=self._operands,
-            # The user's step draws the same numbers where a run is resumed, as in a runner.
-            state=lambda number: own_state(self._generators.state(number)) if settings.may_run_ahead else NOTHING,
             begin=self._begin,
             stay=self._stay,
         )
-
-    def _run_compiled(self) -> None:
-        for redirect in self._compiled:
-            redirect.remove()
 
     def _stay_inline(self, settings: RunSettings) -> None:
         """Run the minibatches from the next one on in Lightning's own thread."""
@@ -342,7 +326,7 @@ class Fit(Driver, TrainerRun):
         root: torch.device = self._trainer.strategy.root_device
         self._evaluation.take_over([], Layout([], Decision((0,), [root], 1, [0.0])), 1)
         self._around.clear()
-        self._run_compiled()
+        self._compiled.close()
         torch.set_num_threads(self._plain_threads)
         self._stay_inline(replace(self._settings, stages=1))
 

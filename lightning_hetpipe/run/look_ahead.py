@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_hetpipe.capture.contents import attributes_of
@@ -25,7 +23,6 @@ from lightning_hetpipe.lightning_private import (
     LOADER_STATES,
     DataFetcher,
     loader_iterator,
-    move_before_transfer,
     share_profiling,
     with_workers,
 )
@@ -33,8 +30,7 @@ from lightning_hetpipe.pipeline.values import tensors_of
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.container_contents import overlapping
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import pytree, version_counter
+from lightning_hetpipe.torch_private.tensors import address_of, pytree, version_counter
 
 if TYPE_CHECKING:
     from lightning_hetpipe.run.driver import Driver
@@ -45,13 +41,6 @@ class ReadyBatch:
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
-
-
-def prepared(batch: Any, dataloader_idx: int, trainer: L.Trainer, precision: Precision) -> Any:
-    """Move ``batch`` to the devices with all hooks, as Lightning would do it."""
-    batch = precision.convert_input(batch)
-    batch = move_before_transfer(trainer.lightning_module, batch, dataloader_idx)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
 
 def before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:

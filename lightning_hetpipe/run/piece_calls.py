@@ -13,16 +13,15 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from lightning_hetpipe.capture.effects import refuse_seeded
-from lightning_hetpipe.capture.fingerprint import Fingerprint
-from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
-from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.pieces import Fingerprint, Piece
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing, draws_now
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, current
 from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection, has_own_seed
 from lightning_hetpipe.placement.layout import Layout
+from lightning_hetpipe.redirect import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
 

@@ -37,11 +37,11 @@ from lightning_hetpipe.placement import emulated_speeds
 from lightning_hetpipe.placement.optimizer_states import load_state
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run import run_settings, together
+from lightning_hetpipe.run.driver import TrainerRun
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.look_ahead import ReadyBatch
 from lightning_hetpipe.run.run_settings import RunSettings
-from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.settings import read, seconds
 from lightning_hetpipe.strategy import compile_setting, meta_weights, recorded_init, relations
 from lightning_hetpipe.strategy.arguments import LONGEST, HetPipeArguments

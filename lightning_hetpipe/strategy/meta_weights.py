@@ -20,8 +20,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.strategy.recorded_init import is_recorded, replay
 from lightning_hetpipe.torch_private.modules import reset_of
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import give_memory, version_counter
+from lightning_hetpipe.torch_private.tensors import address_of, give_memory, version_counter
 
 SHOWN = 3
 """Maximum number of parameter names listed in one error message."""

@@ -1,11 +1,12 @@
-"""Private names of torch for tensors: their memory, their changes, and nestings of them.
+"""Private names of torch for tensors: their memory, changes, nestings and gradients, and subclasses without memory.
 
 ``pytree`` is what torch's own extensions build on, but carries an underscore in its path. ``foreach_copy_`` copies a
-stage's weights in one fused call. ``Tensor._version`` counts in-place changes.
+stage's weights in one fused call. ``Tensor._version`` counts in-place changes. Stages at other hosts need subclasses of
+Tensor that hold no memory.
 
 If torch does not have a name:
 
-- ``_pytree``: this module cannot be imported.
+- ``_pytree``, ``_execution_engine``, ``_foreach_utils``: this module cannot be imported.
 - ``_version``, ``_foreach_copy_``: training fails when it first looks for changes of weights, or copies them.
 - ``_backward_hooks``: training fails when it first looks for hooks of parameters.
 - ``_post_accumulate_grad_hooks``: hooks of this kind do not run, and no error says so.
@@ -14,35 +15,34 @@ If torch does not have a name:
 - ``_C``, ``_functorch``: training fails at the first tensor that user code computes with.
 - ``_swap_tensor_impl``: a model that is made on meta cannot be given memory, and a stage's weights cannot be put at
   another host.
+- ``_foreach_supported_types``, ``_make_wrapper_subclass``: a stage's weights cannot be put at another host.
 - ``_construct_storage_from_data_pointer``: modules with inputs or weights on several devices cannot be captured.
-- ``_foreach_norm``: gradient clipping over several devices fails.
 - ``_indices``, ``_values``: sparse gradients fail on accelerators and at other hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parameter import is_lazy
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 
 __all__ = ["pytree"]
+
+T = TypeVar("T", bound=Tensor)
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, fused if the devices allow it."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
-
-
-def foreach_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Compute the 2-norm of each of ``tensors`` on one device, as gradient clipping does."""
-    norms: tuple[Tensor, ...] = torch._foreach_norm(list(tensors), 2.0)
-    return norms
 
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -133,3 +133,102 @@ def behind_functorch(tensor: Tensor) -> Tensor | None:
     while functorch.is_functorch_wrapped_tensor(inner):
         inner = functorch.get_unwrapped(inner)
     return None if inner is tensor else inner
+
+
+# Subclasses without memory.
+
+as_plain: Callable[[], AbstractContextManager[None]] = torch.DisableTorchFunctionSubclass
+"""Context in which functions of subclasses run like functions of a plain tensor, down to their operators."""
+
+
+def make_without_memory(cls: type[T], like: Tensor, device: torch.device) -> T:
+    """Make a tensor of class ``cls`` with sizes, strides and dtype of ``like``, and no memory.
+
+    Each operator on it is a call of ``cls.__torch_dispatch__``.
+    """
+    make: Any = torch.Tensor._make_wrapper_subclass
+    made: T = make(cls, like.size(), strides=like.stride(), dtype=like.dtype, layout=like.layout, device=device)
+    return made
+
+
+def take_in_foreach(cls: type[Tensor]) -> None:
+    """Make optimizers and gradient clipping use ``foreach`` for tensors of class ``cls`` like for plain tensors."""
+    for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if cls not in known:
+            known.append(cls)
+
+
+def address_of(tensor: Tensor) -> int | None:
+    """Return the address of the memory of ``tensor``, or None if it has no memory in this process."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    with suppress(RuntimeError):  # of a storage without memory, as of `without_memory`
+        return tensor.untyped_storage().data_ptr() or None
+    return None
+
+
+def exchange(one: Tensor, other: Tensor) -> None:
+    """Exchange ``one`` and ``other`` for everything that refers to them. Hooks stay with the objects.
+
+    ``torch.utils.swap_tensors`` refuses tensors with weak references or with a live graph. Here such a graph keeps
+    meaning the tensor from which it was made.
+    """
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    exchange_memory(one, other)
+
+
+# Backward passes, and the graphs that they follow.
+
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+def run_backward(
+    outputs: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor | GradientEdge],
+    keep_graph: bool = False,
+) -> Sequence[Tensor | None]:
+    """Compute gradients as ``torch.autograd.grad`` does, without its slow checks. Unreached inputs get None."""
+    found: Sequence[Tensor | None] = _engine.run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        keep_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
+def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) -> Iterator[Node]:
+    """Yield the nodes of autograd's graph from ``starts`` (included) on, on ways that pass no ``barred`` node."""
+    seen: set[Node | None] = {None, *barred}
+    pending = list(starts)
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        yield node
+        seen.add(node)
+        pending.extend(following for following, _ in node.next_functions)
+
+
+def following_nodes(tensors: Iterable[Tensor]) -> list[Node | None]:
+    """Return the nodes next to the nodes of ``tensors``, on the way to leaves."""
+    return [following for tensor in tensors if tensor.grad_fn for following, _ in tensor.grad_fn.next_functions]
+
+
+def graph_start(tensor: Tensor) -> Node | Tensor | None:
+    """Return the start of autograd's graph of ``tensor``: its node, the tensor itself if it is a leaf, or None."""
+    return tensor.grad_fn if tensor.grad_fn is not None else tensor if tensor.requires_grad else None
+
+
+def graph_leaves(starts: Iterable[Node | Tensor | None], barred: Iterable[Node | None] = ()) -> Iterator[Tensor]:
+    """Yield the leaves to which ``starts`` lead on ways that pass no ``barred`` node (``AccumulateGrad.variable``)."""
+    starts = [*starts]
+    yield from (start for start in starts if isinstance(start, Tensor))
+    for node in graph_nodes((start for start in starts if not isinstance(start, Tensor)), barred):
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf

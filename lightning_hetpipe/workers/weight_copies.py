@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import foreach_copy_
+from lightning_hetpipe.torch_private.tensors import address_of, foreach_copy_
 
 _HOST = torch.device("cpu")
 

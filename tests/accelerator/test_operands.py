@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetpipe.pipeline.operands import OperandsTogether
-from lightning_hetpipe.run.gradients import total_norm
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, State
 from tests.support.accelerator import NAME, TestAccelerator
@@ -195,14 +194,6 @@ def test_nothing_is_moved_to_or_from_other_devices() -> None:
         torch.ones(3) + torch.ones(3, device=device(0))
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, device=device(1)) + torch.ones(3, device=device(0))
-
-
-def test_the_norm_of_gradients_on_devices_in_turn() -> None:
-    torch.manual_seed(2)
-    gradients = [torch.randn(7, 11) * 10**place for place in range(6)]
-    found = total_norm([each.to(device(place % 3)) for place, each in enumerate(gradients)])
-    assert found.device == device(0)
-    assert_same(torch.nn.utils.get_total_norm(gradients), found.cpu())
 
 
 class Outside(Learner):

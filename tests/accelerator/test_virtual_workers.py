@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_hetpipe import WSPCallback
-from lightning_hetpipe.run.trainer_run import TrainerRun
+from lightning_hetpipe.run.driver import TrainerRun
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from lightning_hetpipe.workers.weight_copies import copies_kept
 from tests.accelerator.four_devices import MARGIN

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.effects import FrozenValues
 
 X = torch.arange(12.0).reshape(4, 3) / 10
 

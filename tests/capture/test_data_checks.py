@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture import variant
 from lightning_hetpipe.capture.captured import Captured, graph_layer
-from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.effects import FrozenValues
 from lightning_hetpipe.errors import SettingError
 from tests.support.marks import quick
 

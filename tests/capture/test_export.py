@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
+from lightning_hetpipe.capture.effects import FrozenValues
 from lightning_hetpipe.capture.export import graph_of
-from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.errors import SettingError
 
 X = torch.randn(4, 3)

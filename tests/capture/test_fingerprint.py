@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.grouping import layers_of
-from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.pieces import Fingerprint, Piece
 from lightning_hetpipe.capture.reached_values import SOURCES
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.stage import Layer

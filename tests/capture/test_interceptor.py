@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
+from lightning_hetpipe.redirect import NOT_TAKEN, Interceptor, ModuleCall
 
 
 class Inner(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.effects import FrozenValues
 from lightning_hetpipe.pipeline.weight_stash import copy_of
 from tests.support.captured_models import GPT, ResNet
 from tests.support.marks import quick

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.effects import FrozenValues
 from lightning_hetpipe.capture.noticed_calls import is_users
 from lightning_hetpipe.capture.parity_check import MOST_NEEDLESS
 from lightning_hetpipe.errors import SettingError

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, local, remote
-from lightning_hetpipe.torch_private.subclasses import exchange
+from lightning_hetpipe.torch_private.tensors import exchange
 from tests.hosts.test_remote_tensors import ONES, OPTIMIZERS, TWOS, Table, assert_alike, gradients, net
 from tests.support.accelerator import NAME
 

@@ -18,7 +18,7 @@ from lightning_hetpipe.hosts.host_memory import HeldTensors, HostMemory
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, local, remote
 from lightning_hetpipe.hosts.wire import CODE, NotPlain
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
-from lightning_hetpipe.torch_private.subclasses import exchange
+from lightning_hetpipe.torch_private.tensors import exchange
 from tests.support.marks import explores
 
 

@@ -487,7 +487,7 @@ MUTATIONS = (
     Mutation(
         "gradients",
         "two parameters share one gradient's memory",
-        "run/gradients.py",
+        "run/around_step.py",
         "if memory in taken or gradient.stride() != parameter.stride():",
         "if gradient.stride() != parameter.stride():",
         ("tests/run/test_gradients.py",),
@@ -495,7 +495,7 @@ MUTATIONS = (
     Mutation(
         "gradients",
         "a parameter that a callback has frozen gets its gradient",
-        "run/gradients.py",
+        "run/around_step.py",
         "if not parameter.requires_grad:  # a callback froze it meanwhile",
         "if False:",
         ("tests/run/test_gradients.py",),
@@ -520,7 +520,7 @@ MUTATIONS = (
     Mutation(
         "capture",
         "a value that a graph has frozen changes unnoticed",
-        "capture/frozen.py",
+        "capture/effects.py",
         "        return told(found)",
         "        return None",
         ("tests/exact/test_frozen_values.py", "-k", "named"),
@@ -842,7 +842,7 @@ MUTATIONS = (
     Mutation(
         "shares",
         "intervals are each virtual worker's own",
-        "run/extensions/intervals.py",
+        "run/together.py",
         "return 0 if self.is_due(int(self)) else 1",
         "return count % int(self)",
         ("tests/run/test_intervals.py",),
@@ -850,7 +850,7 @@ MUTATIONS = (
     Mutation(
         "shares",
         "the last step of max_steps, within a wave, leaves a validation to the others",
-        "run/extensions/intervals.py",
+        "run/together.py",
         "if trainer.max_steps >= 0:",
         "if False:",
         ("tests/run/test_intervals.py",),

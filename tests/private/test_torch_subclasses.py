@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from lightning_hetpipe.torch_private.subclasses import (
+from lightning_hetpipe.torch_private.tensors import (
     address_of,
     as_plain,
     exchange,

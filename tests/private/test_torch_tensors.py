@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import clip_grad
 
-from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_start, run_backward
 from lightning_hetpipe.torch_private.modes import OwnMode, in_order
 from lightning_hetpipe.torch_private.tensors import (
     behind_functorch,
     foreach_copy_,
-    foreach_norm,
     give_memory,
+    graph_leaves,
+    graph_start,
     pytree,
+    run_backward,
     strided_parts,
     unseen_change,
     version_counter,
@@ -35,17 +36,6 @@ def test_foreach_copy() -> None:
     same = [torch.equal(target, source) for target, source in zip(targets, sources, strict=True)]
     assert same == [True, True], "weights would not reach their version's slot: copy them one by one in torch_private"
     foreach_copy_([], [])
-
-
-@guards("_foreach_norm")
-def test_foreach_norm() -> None:
-    """As ``clip_grad_norm_`` computes the norm of a single tensor, before it stacks those of all."""
-    torch.manual_seed(0)
-    tensors = [torch.randn(1000), torch.randn(7, 11)]
-    whole = torch.nn.utils.get_total_norm(tensors)
-    assert torch.equal(torch.linalg.vector_norm(torch.stack(foreach_norm(tensors))), whole), (
-        "gradients on several devices would be clipped to another norm than on one"
-    )
 
 
 @guards("_group_tensors_by_device_and_dtype")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.run import fit
-from lightning_hetpipe.run.gradients import deliver
+from lightning_hetpipe.run.around_step import deliver
 from tests.support.models import mlp, vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer

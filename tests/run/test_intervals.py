@@ -19,8 +19,8 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.rules.waves import common_waves, covered, dealt
 from lightning_hetpipe.run import fit as fit_module
-from lightning_hetpipe.run.extensions.intervals import Epoch, Interval
 from lightning_hetpipe.run.extensions.telemetry import Pace
+from lightning_hetpipe.run.together import Epoch, Interval
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.shared_data import InjectedRank, Shares
 from lightning_hetpipe.workers.synchroniser import Synchroniser

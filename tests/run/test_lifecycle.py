@@ -63,10 +63,10 @@ for each in EVENTS.keys() - {"section"}:
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Events that the drivers of the test raise."""
     found: list[tuple[str, str]] = []
-    original = Driver.__init__
+    original: Any = Driver.__init__
 
-    def init(self: Any) -> None:
-        original(self)
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args)
         self.extensions.add(Notes(found))
 
     monkeypatch.setattr(Driver, "__init__", init)

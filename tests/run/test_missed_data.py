@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hetpipe.run.missed_data import EpochShare, MissedData
+from lightning_hetpipe.run.together import EpochShare, MissedData
 from tests.support.trainers import quiet_trainer
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.effects import FrozenValues
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
 from lightning_hetpipe.pipeline.split.split_segment import SplitSegment

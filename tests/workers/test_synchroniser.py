@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
-from lightning_hetpipe.run.trainer_run import TrainerRun
+from lightning_hetpipe.run.driver import TrainerRun
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security

@@ -28,8 +28,14 @@ from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
 from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.modes import OwnMode, UntoldFunction, enter_function_mode, leave_function_mode
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import behind_functorch, pytree, unseen_change, version_counter, viewed
+from lightning_hetpipe.torch_private.tensors import (
+    address_of,
+    behind_functorch,
+    pytree,
+    unseen_change,
+    version_counter,
+    viewed,
+)
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.user.minibatch import Minibatch

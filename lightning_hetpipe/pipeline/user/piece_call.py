@@ -16,8 +16,8 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, UserStream
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved, run_backward
 from lightning_hetpipe.rules.schedule import Call
-from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.modes import UntoldFunction
+from lightning_hetpipe.torch_private.tensors import graph_nodes
 
 
 class PieceCall:

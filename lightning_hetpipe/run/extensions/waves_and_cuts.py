@@ -27,13 +27,18 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.driver import Driver
-from lightning_hetpipe.run.extensions.intervals import Intervals
 from lightning_hetpipe.run.extensions.recording import ProfiledSections, Recording
 from lightning_hetpipe.run.extensions.telemetry import Pace
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
-from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
+from lightning_hetpipe.run.together import (
+    EpochShare,
+    Intervals,
+    MissedData,
+    check_batches,
+    check_shares,
+    minibatches_per_step,
+)
 from lightning_hetpipe.workers.coming_back import nameless_file
 from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
 from lightning_hetpipe.workers.synchroniser import Synchroniser
