@@ -59,10 +59,9 @@ from lightning_hetpipe.run.extensions.minibatch_state import (
 )
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters, States
-from lightning_hetpipe.run.extensions.recording import Recording, profiled_sections, shown_to_profiler
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.extensions.shared_values import SHARED, SharedValues
-from lightning_hetpipe.run.extensions.telemetry import Pace, Telemetry
+from lightning_hetpipe.run.extensions.telemetry import Pace, Recording, Telemetry, profiled_sections, shown_to_profiler
 from lightning_hetpipe.run.extensions.waves_and_cuts import WavesAndCuts
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch
 from lightning_hetpipe.run.lifecycle import Extension, opened

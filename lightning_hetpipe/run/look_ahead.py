@@ -28,7 +28,7 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.pipeline.values import tensors_of
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.run.extensions.container_contents import overlapping
+from lightning_hetpipe.run.extensions.user_values import overlapping
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.torch_private.tensors import address_of, pytree, version_counter
 

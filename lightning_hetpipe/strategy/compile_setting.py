@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.torch_private.compiler import cpp_compiler_error, inductor_modes, inductor_options_error
+from lightning_hetpipe.torch_private.graphs import cpp_compiler_error, inductor_modes, inductor_options_error
 
 INDUCTOR = "inductor"
 

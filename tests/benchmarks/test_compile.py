@@ -7,7 +7,7 @@ import pytest
 from benchmarks.compile import measure, report, seconds, tasks, variant
 from benchmarks.harness import Measurement, Options
 from benchmarks.training_task import Task
-from lightning_hetpipe.torch_private.compiler import cpp_compiler_error
+from lightning_hetpipe.torch_private.graphs import cpp_compiler_error
 
 TINY = Task("strategy", layers=4, width=8, batch=8, warmup=4, steps=4, tail=4, in_flight=2, stages=2)
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}

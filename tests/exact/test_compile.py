@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader
 
-from lightning_hetpipe.torch_private.compiler import cpp_compiler_error
+from lightning_hetpipe.torch_private.graphs import cpp_compiler_error
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
 from tests.exact.test_captured import CASES, made

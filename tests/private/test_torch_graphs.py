@@ -9,24 +9,22 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from lightning_hetpipe.torch_private.compiler import (
-    CompilerError,
-    CompilerLimit,
-    compiled,
-    cpp_compiler_error,
-    inductor_modes,
-    inductor_options_error,
-    run_without_data,
-)
 from lightning_hetpipe.torch_private.graphs import (
     ASSERTS_METADATA,
     GRAPH_GUARDS,
     READ_VALUE,
     SAFE_SOFTMAX,
+    CompilerError,
+    CompilerLimit,
     HigherOrderOperator,
     OperatorOverload,
     arguments_of,
+    compiled,
+    cpp_compiler_error,
+    inductor_modes,
+    inductor_options_error,
     outputs_of,
+    run_without_data,
     split_outputs,
     traced_as_called,
 )

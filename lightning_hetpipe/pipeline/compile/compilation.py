@@ -36,7 +36,7 @@ from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_othe
 from lightning_hetpipe.pipeline.stage_messages import Flags
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
+from lightning_hetpipe.torch_private.graphs import CompilerError, CompilerLimit, compiled
 from lightning_hetpipe.torch_private.modes import without_dispatch_modes
 
 REMEMBERED = 1024

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.pipeline.random.operators import RandomnessError, RandomOperators
-from lightning_hetpipe.torch_private.compiler import run_without_data
+from lightning_hetpipe.torch_private.graphs import run_without_data
 
 _NAME = "lightning_hetpipe"
 

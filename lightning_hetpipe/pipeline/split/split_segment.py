@@ -30,7 +30,7 @@ from lightning_hetpipe.pipeline.split.rewriting import split_graph
 from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.pipeline.values import gradients, moved
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
-from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
+from lightning_hetpipe.torch_private.graphs import CompilerError, CompilerLimit, compiled
 from lightning_hetpipe.torch_private.tensors import pytree
 
 if TYPE_CHECKING:

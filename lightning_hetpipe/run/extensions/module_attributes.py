@@ -13,7 +13,7 @@ time, and each reader sees the assignments before a time of its own:
 
 A step is refused if it reads an attribute that an earlier minibatch in flight sets at a later place, unless the step
 sets it first. Contents count like assignments. A section of user code may change a list, dict, set, deque or object in
-an attribute, or in a container there. The change is an edit with a time (``container_contents.py``). A tensor or numpy
+an attribute, or in a container there. The change is an edit with a time (``user_values.py``). A tensor or numpy
 array that is changed in place counts as replaced: a section of a minibatch gets its own copy.
 """
 
@@ -35,22 +35,24 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.rules.versions import Versions
-from lightning_hetpipe.run.extensions.container_contents import (
+from lightning_hetpipe.run.extensions.replay import Replay
+from lightning_hetpipe.run.extensions.shared_values import SharedValues
+from lightning_hetpipe.run.extensions.user_values import (
     Assigned,
     Time,
     TimedAttributes,
     TimedContents,
+    WatchedAttributes,
     assigned,
     edit_of,
     ends_of,
+    fills,
     is_container,
     overlapping,
     put,
     taken,
+    users_attributes,
 )
-from lightning_hetpipe.run.extensions.replay import Replay
-from lightning_hetpipe.run.extensions.shared_values import SharedValues
-from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills, users_attributes
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import version_counter
 

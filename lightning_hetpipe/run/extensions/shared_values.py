@@ -29,7 +29,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.rules.versions import Versions
-from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills, users_attributes
+from lightning_hetpipe.run.extensions.user_values import WatchedAttributes, fills, users_attributes
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.torch_private.tensors import version_counter
 

@@ -27,8 +27,7 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.driver import Driver
-from lightning_hetpipe.run.extensions.recording import ProfiledSections, Recording
-from lightning_hetpipe.run.extensions.telemetry import Pace
+from lightning_hetpipe.run.extensions.telemetry import Pace, ProfiledSections, Recording
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import (
