@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from lightning_hetpipe.errors import PipelineRefusal
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.graph_layer import here, set_here
 from lightning_hetpipe.pipeline.random.generators import counters, generator_of
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws, register

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.compile.compilation import Kind, KindsOfCalls, compiler_reason, under_own_code
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.graph_layer import set_here
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph

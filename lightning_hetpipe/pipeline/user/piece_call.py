@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.errors import PipelineRefusal
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, UserStream
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved, run_backward
 from lightning_hetpipe.rules.schedule import Call
