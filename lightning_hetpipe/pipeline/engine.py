@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, PipelineRefusal
 from lightning_hetpipe.pipeline.buffers import may_change, places
-from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves, compute, computed_names
 from lightning_hetpipe.pipeline.memory import PlannedMemory, less
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
@@ -34,7 +33,15 @@ from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
 from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, VersionedTensors
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.values import Gradients, Value
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
+from lightning_hetpipe.pipeline.weight_stash import (
+    NO_MOVES,
+    Live,
+    Moves,
+    VersionedLayers,
+    WeightStash,
+    compute,
+    computed_names,
+)
 from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Reading, Versions
 from lightning_hetpipe.torch_private.subclasses import address_of

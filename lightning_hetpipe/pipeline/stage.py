@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.compile.compilation import Exclusively
-from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory, explain, less
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.segment_runner import SavedForBackward, SegmentRunner
@@ -40,7 +39,7 @@ from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, Pass
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.values import tensors_in
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
+from lightning_hetpipe.pipeline.weight_stash import Live, VersionedLayers, WeightStash
 from lightning_hetpipe.rules.schedule import CallOrder, Segment
 
 
