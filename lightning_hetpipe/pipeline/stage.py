@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.compile.compilation import Exclusively
+from lightning_hetpipe.pipeline.compilation import Exclusively
 from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory, explain, less
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.segment_runner import SavedForBackward, SegmentRunner
@@ -488,7 +488,7 @@ class Stage:
     @contextmanager
     def _alone(self, layers: str, minibatch: int) -> Iterator[None]:
         """Context manager in which torch may compile ``layers``
-        (:mod:`~lightning_hetpipe.pipeline.compile.compilation`)."""
+        (:mod:`~lightning_hetpipe.pipeline.compilation`)."""
         with self._exclusively(minibatch, f"stage {self.index}, which is to compile {layers},"):
             self._compiles, started = True, time.perf_counter()
             try:

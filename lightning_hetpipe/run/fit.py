@@ -34,7 +34,7 @@ from lightning_hetpipe.lightning_private import (
     begun_minibatches,
     step_arguments,
 )
-from lightning_hetpipe.pipeline.compile.compilation import compiled_calls_apart
+from lightning_hetpipe.pipeline.compilation import compiled_calls_apart
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.memory import keep_freed_memory
 from lightning_hetpipe.pipeline.operands import OperandsTogether

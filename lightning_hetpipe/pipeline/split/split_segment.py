@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.compile.compilation import Kind, KindsOfCalls, compiler_reason, under_own_code
+from lightning_hetpipe.pipeline.compilation import Kind, KindsOfCalls, compiler_reason, under_own_code
 from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.graph_layer import set_here
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws
@@ -239,7 +239,7 @@ class _Apart(torch.autograd.Function):
 class CompiledMembers(KindsOfCalls):
     """The graphs of one segment, compiled by ``torch.compile``, each in its member's thread.
 
-    Recompilation and pauses are as for the layers of a stage (:mod:`~lightning_hetpipe.pipeline.compile.compilation`).
+    Recompilation and pauses are as for the layers of a stage (:mod:`~lightning_hetpipe.pipeline.compilation`).
     Members compile one after the other. Undivided operators run uncompiled, and so do graphs that cannot be compiled.
     Messages name them by ``layers``.
     """
