@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from lightning_hetpipe.pipeline.compile import compilation
 
+from lightning_hetpipe.pipeline import compilation
 from lightning_hetpipe.pipeline.compilation import KindsOfCalls
 
 
