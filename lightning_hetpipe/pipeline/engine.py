@@ -28,7 +28,7 @@ from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure,
 from lightning_hetpipe.pipeline.stage_thread import Loss, Parcel
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams, WaitingStream
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
-from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
+from lightning_hetpipe.pipeline.user.lock import MainThread, Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
 from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, VersionedTensors
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
@@ -96,9 +96,8 @@ class Engine:
         self.watchdog = Watchdog(timeout, lambda: self.lock.held, self.describe)
         self.compute_lock = ReadersWriterLock(self.watchdog)
         self.minibatches: dict[int, Minibatch] = {}
+        self.main = MainThread(self.lock, self.watchdog, self._cancel, JOIN_SECONDS)
         self._runners: list[Worker[Minibatch]] = []
-        self._lost_lock = True  # before the start, and where a thread is stuck with the lock over user code
-        self._unlocked = False  # Lightning's thread is within `unlocked`
         self.piece_names = [name for name, _ in pieces]
         self._layers = [layer for _, own in pieces for layer in own]
         self._segments = segments([len(own) for _, own in pieces], split_points)
@@ -153,7 +152,7 @@ class Engine:
         enter = WaitingStream(self.root_device, [stage.device for stage in self.stages]).enter
         name, threads = "hetpipe-evaluation" if self.evaluates else "hetpipe-runner", self._settings.torch_threads
         self._runners = [Worker(f"{name}-{index}", _run, threads, enter) for index in range(self.in_flight)]
-        self._take_lock()
+        self.main.take_lock()
 
     def begin(self, version: int, forwards: int | None = None) -> None:
         """Start with an empty pipeline at ``version`` v_e, the live weights. The live buffers have seen the
@@ -202,7 +201,7 @@ class Engine:
         """Wait for minibatch ``number``, and take it out of the pipeline. Its error, if any, is raised with the
         traceback of the thread in which it happened. Stages count its gradients until they are :meth:`delivered`."""
         minibatch = self.minibatches[number]
-        self._wait_for(minibatch)
+        self.main.wait_for(minibatch)
         del self.minibatches[number]
         if minibatch.failure is not None:
             raise minibatch.failure
@@ -216,7 +215,7 @@ class Engine:
             events += taken.events
         found.update(last)
         if events:
-            with self.unlocked():
+            with self.main.unlocked():
                 for event in events:
                     event.synchronize()
             self.streams.user.join(None, found.values())
@@ -263,26 +262,12 @@ class Engine:
     def drain(self) -> None:
         """Wait until nothing is in motion. Minibatches that ended wait for their :meth:`finish`."""
         for number in sorted(self.minibatches):
-            self._wait_for(self.minibatches[number])
-
-    @contextmanager
-    def unlocked(self) -> Iterator[None]:
-        """Context manager in which user code runs while Lightning's thread waits, as for DataLoader workers."""
-        if self._lost_lock or self._unlocked:
-            yield
-            return
-        self._unlocked = True
-        self.lock.release()
-        try:
-            yield
-        finally:
-            self._unlocked = False
-            self._take_lock()
+            self.main.wait_for(self.minibatches[number])
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Context manager in which user code runs while Lightning's thread computes."""
-        with self.unlocked(), self.compute_lock.shared():
+        with self.main.unlocked(), self.compute_lock.shared():
             yield
 
     @contextmanager
@@ -290,23 +275,8 @@ class Engine:
         """Context manager in which user code and other threads pause for ``who``, an idle stage. Other threads' waits
         do not time out meanwhile, however long it takes, because it counts as user code."""
         ticket = Ticket(Precedence.RESUME, number)
-        self.lock.request(ticket)
-        try:
-            self.watchdog.wait(ticket.wait, f"{who} for user code to pause")
-        except BaseException:
-            self.lock.abandon(ticket)
-            raise
-        try:
-            with self.compute_lock.exclusive():
-                yield
-        finally:
-            self.lock.release()
-
-    def offer(self) -> None:
-        """Let a thread that waits for the lock over user code go first."""
-        if self.lock.wanted() and not self._lost_lock:
-            with self.unlocked():
-                pass
+        with self.lock.taken(ticket, self.watchdog, f"{who} for user code to pause"), self.compute_lock.exclusive():
+            yield
 
     def close(self) -> None:
         """Drop every minibatch and end every thread. Warn of a thread that is stuck in a layer or in user code."""
@@ -316,7 +286,7 @@ class Engine:
             self._cancel()
             if self.watchdog.given_up is None:
                 for minibatch in self.minibatches.values():
-                    self._wait_for(minibatch, deadline)
+                    self.main.wait_for(minibatch, deadline)
         finally:
             try:
                 with ExitStack() as ends:  # all end, even if one fails
@@ -339,6 +309,11 @@ class Engine:
             for _, stash in self._outside:
                 stash.let_go()
 
+    def _cancel(self) -> None:
+        for minibatch in self.minibatches.values():
+            minibatch.cancelled = True
+            self.abandon(minibatch)
+
     def describe(self) -> str:
         """Describe each stage and each minibatch in flight, for messages."""
         unfinished = [minibatch for minibatch in self.minibatches.values() if not minibatch.ended]
@@ -346,51 +321,6 @@ class Engine:
         running = [f"{doing} {minibatch.number} is running" for minibatch in unfinished if minibatch.in_user_code]
         numbers = ", ".join(str(minibatch.number) for minibatch in unfinished) or "none"
         return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
-
-    # Waiting.
-
-    def _wait_for(self, minibatch: Minibatch, deadline: float | None = None) -> None:
-        if minibatch.ended or self._lost_lock:
-            self.offer()
-            return
-        ticket = Ticket(Precedence.MAIN, minibatch.number)
-
-        def ask() -> None:
-            self.lock.release()
-            minibatch.when_ended(partial(self.lock.request, ticket))
-
-        self._await(ticket, ask, f"Lightning's step for minibatch {minibatch.number}", deadline)
-
-    def _take_lock(self) -> None:
-        ticket = Ticket(Precedence.MAIN, 0)
-        self._await(ticket, partial(self.lock.request, ticket), "Lightning's thread for user code to pause")
-
-    def _await(self, ticket: Ticket, ask: Callable[[], None], who: str, deadline: float | None = None) -> None:
-        """Wait in Lightning's thread until ``ticket`` holds the lock over user code, or until ``deadline``, if given.
-        If interrupted, cancel every minibatch and give user code some seconds to pause, because Lightning's next work
-        is user code too. If the lock does not come back, Lightning's thread goes on without it."""
-        self._lost_lock = True
-        try:
-            ask()
-            if deadline is None:
-                self.watchdog.wait(ticket.wait, who)
-                self._lost_lock = False
-            else:
-                self._lost_lock = not ticket.wait(max(0.0, deadline - time.monotonic()))
-        except BaseException:
-            self._cancel()
-            # An interrupt that comes just as the ticket is granted leaves nothing to wait for.
-            granted = ticket.granted or ticket.wait(JOIN_SECONDS)
-            self._lost_lock = self.watchdog.given_up is not None or not granted
-            raise
-        finally:
-            if self._lost_lock:
-                self.lock.abandon(ticket)
-
-    def _cancel(self) -> None:
-        for minibatch in self.minibatches.values():
-            minibatch.cancelled = True
-            self.abandon(minibatch)
 
     # Layers and weights.
 

@@ -145,7 +145,7 @@ class Driver:
 
     def unlocked(self) -> AbstractContextManager[None]:
         """Release the lock over user code during a wait of Lightning's thread. In a runner's thread do nothing."""
-        return nullcontext() if self.pipeline is None or current() is not None else self.pipeline.unlocked()
+        return nullcontext() if self.pipeline is None or current() is not None else self.pipeline.main.unlocked()
 
     def computing(self) -> AbstractContextManager[None]:
         """Release the lock over user code while Lightning's thread computes without user code, as in a copy."""
@@ -163,4 +163,4 @@ class Driver:
     def offer(self) -> None:
         """Run sections of user code for which stages wait. The strategy calls this between Lightning's hooks."""
         if self.pipeline is not None:
-            self.pipeline.offer()
+            self.pipeline.main.offer()
