@@ -24,9 +24,8 @@ from lightning_hetpipe.pipeline.buffers import may_change, places
 from lightning_hetpipe.pipeline.memory import PlannedMemory, less
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Result
-from lightning_hetpipe.pipeline.stage_thread import Loss, Parcel
-from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams, WaitingStream
+from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Parcel, Result
+from lightning_hetpipe.pipeline.streams import Loss, Stream, StreamEvent, Streams, WaitingStream
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.user.lock import MainThread, Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum

@@ -26,17 +26,18 @@ from lightning_hetpipe.pipeline.split.split_segment import check_divided
 from lightning_hetpipe.pipeline.stage_messages import (
     Backward,
     Cancel,
+    Done,
     Failure,
     Forward,
     InputGradients,
     Message,
     Output,
+    Parcel,
     Result,
     Sums,
     Version,
 )
-from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, Pass
-from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
+from lightning_hetpipe.pipeline.streams import Pass, StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.values import tensors_in
 from lightning_hetpipe.pipeline.weight_stash import Live, VersionedLayers, WeightStash

@@ -17,9 +17,9 @@ from lightning_hetpipe.pipeline import values
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
-from lightning_hetpipe.pipeline.stage_thread import Loss
 from lightning_hetpipe.pipeline.streams import (
     DeviceStream,
+    Loss,
     Stream,
     Streams,
     UserStream,

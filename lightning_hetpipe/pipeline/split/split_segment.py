@@ -252,12 +252,8 @@ class CompiledMembers(KindsOfCalls):
 
     def of(self, graph: fx.GraphModule, autocast: Autocast) -> Graph:
         """Return the callable that a member runs for ``graph`` in this state of autocast."""
-        key = graph, autocast
-        if key not in self._graphs:
-            self._graphs[key] = self._compiled(graph)
-        return self._graphs[key]
-
-    def _compiled(self, graph: fx.GraphModule) -> Graph:
+        if (known := self._graphs.get((graph, autocast))) is not None:
+            return known
         run: Graph = compiled(under_own_code(_call, f"a part of {self._layers}"), self._options, refuse_other_draws)
 
         def call(*given: Any) -> Any:
@@ -274,6 +270,7 @@ class CompiledMembers(KindsOfCalls):
                 )
                 return graph(*given)
 
+        self._graphs[graph, autocast] = call
         return call
 
 

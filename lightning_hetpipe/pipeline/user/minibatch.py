@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, PipelineRefusal
-from lightning_hetpipe.pipeline.streams import StreamEvent, move
+from lightning_hetpipe.pipeline.streams import Loss, StreamEvent, move
 from lightning_hetpipe.pipeline.threads import PerThread
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
 from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, UsedParameter
@@ -39,7 +39,6 @@ from lightning_hetpipe.rules.versions import Reading
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.engine import Engine
-    from lightning_hetpipe.pipeline.stage_thread import Loss
 
 UNWINDING = 4.0
 """Seconds for which user code that must unwind waits for the lock, fewer than the pipeline waits for its threads."""
