@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_hetpipe.cli.targets import as_given, is_interpolation, nodes, sections, written
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, first_line, one_line
 from lightning_hetpipe.settings import unknown
 
 _OUTER = ("strategy", "trainer", "model", "data")
@@ -64,14 +64,6 @@ def frames(tb: TracebackType | None) -> Iterator[tuple[TracebackType, str]]:
     while tb is not None:
         yield tb, str(tb.tb_frame.f_globals.get("__name__", ""))
         tb = tb.tb_next
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def in_settings(message: str, config: DictConfig) -> str:

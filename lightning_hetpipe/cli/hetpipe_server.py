@@ -16,6 +16,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe.cli import config_checks
+from lightning_hetpipe.cli.composition import SWEEPS
 from lightning_hetpipe.cli.entry import enter, job, report
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import YAML, built
@@ -44,7 +45,6 @@ Ready = Callable[[str], None]
 """Is called with the address that is being served."""
 
 _COMMANDS = ("serve", STATUS)
-_SWEEP = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def host_main() -> None:
 
 def _enter(application: Callable[[], Any], program: ConsoleScript) -> None:
     """Run ``application``, unless the command line asks for a sweep, which would serve at one address after another."""
-    if _SWEEP.intersection(sys.argv[1:]):
+    if SWEEPS.intersection(sys.argv[1:]):
         text = f"-m would start {_served(program)} one after another; start {program.name} once for each address."
         sys.exit(report(SettingError(text), program))
     enter(application, program)

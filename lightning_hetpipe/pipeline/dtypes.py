@@ -72,21 +72,8 @@ class _Opened:
         torch.set_autocast_cache_enabled(self._before)
 
 
-_ALWAYS = {
-    torch.empty,
-    torch.eye,
-    torch.linspace,
-    torch.logspace,
-    torch.ones,
-    torch.rand,
-    torch.randn,
-    torch.zeros,
-    torch.hann_window,
-    torch.hamming_window,
-    torch.bartlett_window,
-    torch.blackman_window,
-    torch.kaiser_window,
-}
+_ALWAYS = {torch.empty, torch.eye, torch.linspace, torch.logspace, torch.ones, torch.rand, torch.randn, torch.zeros}
+_ALWAYS |= {torch.hann_window, torch.hamming_window, torch.bartlett_window, torch.blackman_window, torch.kaiser_window}
 _BY_VALUE = {torch.arange, torch.as_tensor, torch.full, torch.scalar_tensor, torch.tensor}
 _CONVERSIONS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
 _CONDITION: dict[Any, int] = {torch.where: 0, Tensor.where: 1}  # the place of the argument that stays a bool

@@ -14,18 +14,17 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import Discarded, PipelineRefusal
-from lightning_hetpipe.pipeline.buffers import may_change, places
+from lightning_hetpipe.errors import Discarded
+from lightning_hetpipe.pipeline.buffers import check_shared
 from lightning_hetpipe.pipeline.memory import PlannedMemory, less
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Parcel, Result
-from lightning_hetpipe.pipeline.streams import Loss, Stream, StreamEvent, Streams, WaitingStream
+from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, Timed, WaitingStream
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.user.lock import MainThread, Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
@@ -43,7 +42,6 @@ from lightning_hetpipe.pipeline.weight_stash import (
 )
 from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Reading, Versions
-from lightning_hetpipe.torch_private.subclasses import address_of
 
 MakeStage = Callable[..., Stage]
 
@@ -104,11 +102,9 @@ class Engine:
         self.following: list[Segment | None] = [part for own in self._of_piece for part in (*own[1:], None)]
         self.preceding: list[Segment | None] = [part for own in self._of_piece for part in (None, *own[:-1])]
         self.streams = streams or Streams()
-        if self.evaluates:  # threads share this thread's streams, and wait for each pass
-            self.streams = Streams(partial(WaitingStream, others=devices), Stream())
         self.root_device = devices[-1]
         if not self.evaluates:
-            _check_shared_buffers([self._layers[segment.first : segment.last + 1] for segment in self._segments])
+            check_shared([self._layers[segment.first : segment.last + 1] for segment in self._segments])
         self.calls = () if self.evaluates else calls(range(len(pieces)) if called is None else called)
         self._route = route(self._segments, self.calls) if self.calls else ()
         self._turn = next((step for step in self._route if step.work is Work.TURN), None)
@@ -386,11 +382,11 @@ class Engine:
         event = self.streams.user.record(tensor.device for tensor in call.inputs.tensors)
         self._forward(minibatch, self._of_piece[call.which.piece][0], call.inputs, event)
 
-    def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
+    def loss(self, minibatch: Minibatch, call: PieceCall) -> Timed | None:
         """Begin the loss if user code has the outputs of the last call of a piece."""
         if self._turn is None or call.which is not self._turn.call:
             return None
-        return Loss(self.stages[self._turn.segment.stage], self._settings.before_pass, minibatch.number)
+        return Timed(self.stages[self._turn.segment.stage], self._settings.before_pass, "loss", minibatch.number)
 
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Send gradients of a piece's outputs. The gradients of its inputs will be delivered to ``minibatch``."""
@@ -469,24 +465,3 @@ class Engine:
 
 def _run(minibatch: Minibatch) -> None:
     minibatch.context.run(minibatch.run)
-
-
-def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
-    """Refuse changing buffers on both sides of a split point, because forwards would not see them in order of p."""
-    owners: dict[int, tuple[str, bool]] = {}
-    for layers in parts:
-        here: dict[int, tuple[str, bool]] = {}
-        for layer in layers:
-            for module, name in places([layer.module]):
-                buffer = getattr(module, name)
-                memory = address_of(buffer) or id(buffer)
-                changes = may_change(module, name) or here.get(memory, ("", False))[1]
-                here[memory] = (layer.name, changes)
-        for key, (name, changes) in here.items():
-            owner, changed = owners.get(key, ("", False))
-            if owner and (changes or changed):
-                raise PipelineRefusal(
-                    f"layers {owner} and {name} share a module that has buffers, or the memory of one, and a stage"
-                    " begins between them; give each layer a module of its own"
-                )
-        owners.update(here)

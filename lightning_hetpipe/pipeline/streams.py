@@ -234,58 +234,51 @@ class Streams:
     user: UserStream | Stream = field(default_factory=UserStream)
 
 
+class Timed:
+    """One computation of a stage, timed from here to :meth:`end`.
+
+    The loss of a minibatch is user code between the forward and the backward of the last stage, and begins in the
+    minibatch's thread. Other computations are a :class:`Pass`.
+    """
+
+    def __init__(self, stage: Stage, before: BeforePass | None, work: str, minibatch: int) -> None:
+        self._stream = stage.stream
+        self._since = self._stream.now()
+        self._after = None if before is None else before(stage.index, work, minibatch)
+
+    def end(self, event: StreamEvent | None) -> None:
+        """End it: ``event`` is behind all of its work on the device. Emulated slowness sleeps here."""
+        if self._after is not None:  # who looks at a clock wants to know when it is computed
+            if event is not None:
+                event.synchronize()
+            self._after()
+        self._stream.spent(self._since)
+
+
 class Pass:
-    """Context manager around one computation of a stage. A generator would cost as much as a small layer. It waits
-    while a thread holds exclusive access, adds the time to the busy counter, and sleeps to emulate slowness."""
+    """Context manager around one timed computation of a stage. A generator would cost as much as a small layer. It
+    waits while a thread holds exclusive access to ``compute_lock``."""
 
     def __init__(
         self, stage: Stage, compute_lock: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
     ) -> None:
-        self._stage = stage
+        self._what = stage, before, work, minibatch
         self._compute_lock = compute_lock
-        self._before = before
-        self._work = work
-        self._minibatch = minibatch
-        self._after: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
         self._compute_lock.begin()
-        self._since = self._stage.stream.now()
-        if self._before is not None:
-            try:
-                self._after = self._before(self._stage.index, self._work, self._minibatch)
-            except BaseException:
-                self._compute_lock.end()
-                raise
+        try:
+            self._timed = Timed(*self._what)
+        except BaseException:
+            self._compute_lock.end()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                stream = self._stage.stream
-                if self._after is not None:  # who looks at a clock wants to know when it is computed
-                    stream.synchronize()
-                    self._after()
-                stream.spent(self._since)
+                self._timed.end(self._what[0].stream)
         finally:
             self._compute_lock.end()
-
-
-class Loss:
-    """Loss of a minibatch: user code between the forward and the backward of the last stage, timed as part of it. It
-    begins here, in the minibatch's thread."""
-
-    def __init__(self, stage: Stage, before: BeforePass | None, minibatch: int) -> None:
-        self._stage = stage
-        self._after = None if before is None else before(stage.index, "loss", minibatch)
-        self._since = stage.stream.now()
-
-    def end(self, event: StreamEvent | None) -> None:
-        """End the loss: ``event`` is behind all work that user code has given to its device."""
-        if self._after is not None:
-            if event is not None:
-                event.synchronize()
-            self._after()
-        self._stage.stream.spent(self._since)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

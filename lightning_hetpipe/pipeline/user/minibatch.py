@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, PipelineRefusal
-from lightning_hetpipe.pipeline.streams import Loss, StreamEvent, move
+from lightning_hetpipe.pipeline.streams import StreamEvent, Timed, move
 from lightning_hetpipe.pipeline.threads import PerThread
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
 from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, UsedParameter
@@ -99,7 +99,7 @@ class Minibatch:
         self.sums: dict[nn.Parameter, Sum] = {}
         self.continued: set[nn.Parameter] = set()
         self.calling: PieceCall
-        self.loss: Loss | None = None
+        self.loss: Timed | None = None
         self.failure: BaseException | None = None
         self.cancelled = False
         self.in_user_code = False
