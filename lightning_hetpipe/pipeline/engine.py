@@ -265,14 +265,6 @@ class Engine:
         with self.main.unlocked(), self.compute_lock.shared():
             yield
 
-    @contextmanager
-    def exclusively(self, number: int, who: str) -> Iterator[None]:
-        """Context manager in which user code and other threads pause for ``who``, an idle stage. Other threads' waits
-        do not time out meanwhile, however long it takes, because it counts as user code."""
-        ticket = Ticket(Precedence.RESUME, number)
-        with self.lock.taken(ticket, self.watchdog, f"{who} for user code to pause"), self.compute_lock.exclusive():
-            yield
-
     def close(self) -> None:
         """Drop every minibatch and end every thread. Warn of a thread that is stuck in a layer or in user code."""
         workers: list[Worker[Minibatch] | Stage] = [*self._runners, *self.stages]
@@ -402,7 +394,7 @@ class Engine:
         what = "memory ran out in user code or a step of Lightning's; stages held"
         return "\n".join([what, *held, less(self.in_flight, self._settings.recompute)])
 
-    # Messages.
+    # Messages to stages and from stages.
 
     def _forward(self, minibatch: Minibatch, segment: Segment, value: Value, event: StreamEvent | None) -> None:
         call = minibatch.calling
@@ -435,6 +427,14 @@ class Engine:
         ordinal, apart = call.which.ordinal, call.has_later_uses()
         message = Backward(minibatch.number, segment.index, ordinal, gradients, sums=sums, wanted=wanted, apart=apart)
         self.stages[segment.stage].put(Parcel(message, event, events))
+
+    @contextmanager
+    def exclusively(self, number: int, who: str) -> Iterator[None]:
+        """Context manager in which user code and other threads pause for ``who``, an idle stage. Other threads' waits
+        do not time out meanwhile, however long it takes, because it counts as user code."""
+        ticket = Ticket(Precedence.RESUME, number)
+        with self.lock.taken(ticket, self.watchdog, f"{who} for user code to pause"), self.compute_lock.exclusive():
+            yield
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
         """Send a minibatch to its next stage, or at the end of a piece to its runner. Called in stages' threads."""
