@@ -2,6 +2,7 @@
 
 A section asks with a :class:`Ticket`. The thread that makes a section possible (a stage that delivers an output) enters
 the ticket on the waiting thread's behalf. So one wake-up means both "your value is there" and "the lock is yours".
+Lightning's own thread runs user code as well, in hooks, and has the lock between its waits (:class:`MainThread`).
 """
 
 from __future__ import annotations
