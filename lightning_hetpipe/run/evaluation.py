@@ -43,7 +43,6 @@ from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
 from lightning_hetpipe.pipeline.stage import StageSettings
-from lightning_hetpipe.pipeline.streams import Stream, Streams, WaitingStream
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import has_own_seed, own_state, seeds_of_torch
 from lightning_hetpipe.placement.decision import Decision
@@ -345,8 +344,6 @@ class EvaluationRun(Driver):
                 evaluates=True,
             ),
             settings.timeout,
-            # Threads share this thread's streams, and wait for each pass.
-            streams=Streams(partial(WaitingStream, others=layout.devices), Stream()),
         )
         versions = Versions(STASH, in_flight, empty_at=1)
         self.extensions.add(
