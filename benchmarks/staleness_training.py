@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.demo.digits import CLASSES, load, split
-from lightning_hetpipe.pipeline.live import NO_MOVES, Moves
+from lightning_hetpipe.pipeline.weight_stash import NO_MOVES, Moves
 from lightning_hetpipe.rules.versions import POLICIES, Reading, Versions
 from lightning_hetpipe.run.around_step import AroundStep, Correction, RateCorrection, around_step
 from lightning_hetpipe.run.prediction import Prediction, prediction_of

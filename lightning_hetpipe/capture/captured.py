@@ -18,7 +18,7 @@ from lightning_hetpipe.capture.layer_functions import device_of, parts
 from lightning_hetpipe.capture.prepared_modules import is_checkpointed
 from lightning_hetpipe.capture.variant import Answers, AutogradNodes, DataChecks, Mode, Variant
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_name
 from lightning_hetpipe.pipeline.operands import across_devices_of
 from lightning_hetpipe.pipeline.stage import Layer

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineRefusal
-from lightning_hetpipe.pipeline.live import computed_names
 from lightning_hetpipe.pipeline.random import generators
 from lightning_hetpipe.pipeline.values import LeftOut, equal
+from lightning_hetpipe.pipeline.weight_stash import computed_names
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.torch_private.tensors import pytree
 

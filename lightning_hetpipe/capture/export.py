@@ -29,7 +29,7 @@ from lightning_hetpipe.capture.grouping import base_of, written_by
 from lightning_hetpipe.capture.noticed_calls import is_users, line_for_people
 from lightning_hetpipe.capture.prepared_modules import without_checkpoints
 from lightning_hetpipe.capture.variant import Answers, DataChecks, Decisions, Undecidable
-from lightning_hetpipe.errors import PipelineRefusal, SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError, first_line
 from lightning_hetpipe.torch_private.graphs import traced_as_called
 from lightning_hetpipe.torch_private.modes import replaced
 from lightning_hetpipe.torch_private.modules import without_hooks
@@ -175,13 +175,12 @@ def _refusal(name: str, error: Exception, kwargs: Mapping[str, Any]) -> SettingE
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     lines = [(code.co_filename, line) for code, line in frames if is_users(code) and code.co_filename[0] != "<"]
     where = f" at {line_for_people(*lines[-1])}" if lines else ""
-    reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
     if any("DataDependent" in type(each).__name__ for each in chain_of(error)):
         return decides(name, where, kwargs)
     return PipelineRefusal(
-        f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); {_without_labels(kwargs)}write"
-        " that part in another way, or let training_step itself run the module, by naming the ones to pipeline"
-        " (module=[...])"
+        f"'{name}' cannot be captured by torch.export{where} ({first_line(error).rstrip('.')});"
+        f" {_without_labels(kwargs)}write that part in another way, or let training_step itself run the module, by"
+        " naming the ones to pipeline (module=[...])"
     )
 
 

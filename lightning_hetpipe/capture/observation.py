@@ -23,7 +23,7 @@ from lightning_hetpipe.capture.effects import FrozenValues
 from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
 from lightning_hetpipe.capture.prepared_modules import refuse_compiled, refuse_scripted
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value, blocks, is_reentrant_checkpoint, reentrant_checkpoint, tensors_of
 from lightning_hetpipe.planning.model.profile import UserBytes

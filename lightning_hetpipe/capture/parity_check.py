@@ -34,7 +34,7 @@ from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.prepared_modules import without_checkpoints
 from lightning_hetpipe.capture.variant import AutogradNodes
 from lightning_hetpipe.errors import PipelineRefusal
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.operands import across_devices_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators

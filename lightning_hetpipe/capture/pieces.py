@@ -25,7 +25,7 @@ from lightning_hetpipe.capture.contents import (
 from lightning_hetpipe.capture.grouping import has_users_layers, is_plain_sequential, layers_of, shares_draws
 from lightning_hetpipe.capture.reached_values import ReachedValues
 from lightning_hetpipe.errors import PipelineRefusal, SettingError, nearest
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value

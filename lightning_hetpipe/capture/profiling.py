@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.buffers import may_change, places
-from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.dtypes import creating
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach

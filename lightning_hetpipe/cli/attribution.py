@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_hetpipe.cli.targets import as_given, is_interpolation, nodes, sections, written
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, first_line, one_line
 from lightning_hetpipe.settings import unknown
 
 _OUTER = ("strategy", "trainer", "model", "data")
@@ -48,7 +48,8 @@ def attributed(error: Exception, config: DictConfig) -> SettingError | None:
         if not _CHECKS.intersection(calls) and not any(module.startswith(__package__) for module, _ in calls[-1:]):
             said = in_settings(said, config)
     elif isinstance(error, OmegaConfBaseException):
-        said = _interpolation(error)
+        key, first = str(error.full_key or ""), first_line(error)  # of `${data.context}` of data without a context
+        said = f"{key}: {first}; give {key}=..., or choose an experiment that has it" if key else first
     else:
         said = _refused_key(error, config) or _lightnings(error, calls, config) or _path(error, config)
     if said is None:
@@ -63,14 +64,6 @@ def frames(tb: TracebackType | None) -> Iterator[tuple[TracebackType, str]]:
     while tb is not None:
         yield tb, str(tb.tb_frame.f_globals.get("__name__", ""))
         tb = tb.tb_next
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def in_settings(message: str, config: DictConfig) -> str:
@@ -134,12 +127,6 @@ def _path(error: Exception, config: DictConfig) -> str | None:
     return None
 
 
-def _interpolation(error: OmegaConfBaseException) -> str:
-    """Return the sentence for an unresolved interpolation, such as `${data.context}` of data without a context."""
-    key, first = str(error.full_key or ""), first_line(error)
-    return f"{key}: {first}; give {key}=..., or choose an experiment that has it" if key else first
-
-
 def _lightnings(error: Exception, calls: list[tuple[str, str]], config: DictConfig) -> str | None:
     """Return the sentence for an error that Lightning raises on purpose, or for a checkpoint that it cannot restore."""
     if (exceptions := sys.modules.get("lightning.pytorch.utilities.exceptions")) is None:
@@ -155,7 +142,9 @@ def _lightnings(error: Exception, calls: list[tuple[str, str]], config: DictConf
         return None
     if isinstance(error, ModuleNotFoundError) and any(module.startswith(_ACCELERATORS) for module, _ in calls):
         return f"trainer.accelerator={config.trainer.accelerator}: {one_line(error)}; or set it to cpu, gpu or auto."
-    if _is_raise(error):
+    *_, (last, _) = frames(error.__traceback__)
+    line = linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno).strip()
+    if line.startswith("raise"):  # otherwise an operation failed
         return _with_setting(error, config)
     return f"trainer: {one_line(error)}" if isinstance(error, TypeError | ValueError) and _FIT not in calls else None
 
@@ -196,9 +185,3 @@ def _checkpoint(error: Exception, config: DictConfig, read_by_torch: bool) -> st
         f"ckpt_path={path} cannot be restored ({'torch cannot read it, ' if read_by_torch else ''}{reason}); give a"
         " checkpoint of this model and this trainer, or ckpt_path=null to begin anew."
     )
-
-
-def _is_raise(error: Exception) -> bool:
-    """Return whether a `raise` statement raised ``error``. Otherwise an operation failed."""
-    *_, (last, _) = frames(error.__traceback__)
-    return linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno).strip().startswith("raise")

@@ -11,15 +11,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from lightning_hetpipe.cli.attribution import first_line, one_line
 from lightning_hetpipe.cli.config_checks import unknown_at_top
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.errors import closest
+from lightning_hetpipe.errors import closest, first_line, one_line
 from lightning_hetpipe.launch.command import told_apart
 from lightning_hetpipe.settings import unknown
 
 _MERGING = re.compile(r"Error merging override ((.*?)(?:=.*)?)$")
-_SWEEPS = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
+SWEEPS = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
 
 
 def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScript) -> str:
@@ -66,7 +65,7 @@ def _wrong_override(error: BaseException, arguments: Sequence[str], program: Con
     parsed = OverridesParser.create().parse_overrides(overrides)
     for each in parsed:
         key, line = each.key_or_group, str(each.input_line).lstrip("+")
-        if each.is_sweep_override() and not _SWEEPS.intersection(arguments):
+        if each.is_sweep_override() and not SWEEPS.intersection(arguments):
             several = line.partition("=")[2]
             return f"{line} is several values; add -m to run with each of them, or write {key}=[{several}] for a list."
         is_choice = each.is_delete() or each.is_sweep_override() or isinstance(each.value(), str | list)

@@ -18,10 +18,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightning_hetpipe.cli.attribution import attributed, frames, one_line
+from lightning_hetpipe.cli.attribution import attributed, frames
 from lightning_hetpipe.cli.composition import refusal, settled
 from lightning_hetpipe.cli.start_up import FAILED, WRONG_SETTING, ConsoleScript
-from lightning_hetpipe.errors import SettingError, of_import
+from lightning_hetpipe.errors import SettingError, of_import, one_line
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.server.process.server_process import ServerLost
 from lightning_hetpipe.server.process.signals import INTERRUPTED, TERMINATED

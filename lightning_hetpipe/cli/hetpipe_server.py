@@ -1,62 +1,163 @@
-"""hetpipe-server: serve parameters until a signal ends the process, or print the status of a running server."""
+"""The commands that serve until a signal ends the process.
+
+hetpipe-server serves parameters, or prints the status of a running server. hetpipe-host computes stages for leaders on
+other machines.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Annotated, Any, Literal, NoReturn
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe.cli import config_checks
-from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.serving import address, announcing, refuse_sweeps, security_of
+from lightning_hetpipe.cli.composition import SWEEPS
+from lightning_hetpipe.cli.entry import enter, job, report
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import built
+from lightning_hetpipe.cli.targets import YAML, built
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.table import aligned
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused
-from lightning_hetpipe.server.transport.security import Security
-from lightning_hetpipe.settings import Bounds
+from lightning_hetpipe.server.transport.security import Security, is_loopback, split
+from lightning_hetpipe.settings import Bounds, declared
 
-PROGRAM = ConsoleScript(
+_ADDRESS = "host:port, such as 127.0.0.1:{0} or [::1]:{0}"
+
+SERVER = ConsoleScript(
     "hetpipe-server",
     ("security", "service"),
-    {"command": Literal["serve", "status"], "address": address(5000), "timeout": Annotated[float, Bounds(0.001)]},
+    {
+        "command": Literal["serve", "status"],
+        "address": Annotated[str, _ADDRESS.format(5000)],
+        "timeout": Annotated[float, Bounds(0.001)],
+    },
 )
+
+HOST = ConsoleScript("hetpipe-host", ("security",), {"address": Annotated[str, _ADDRESS.format(7071)]})
+
+Ready = Callable[[str], None]
+"""Is called with the address that is being served."""
 
 _COMMANDS = ("serve", STATUS)
 
 
 def main() -> None:
-    """Run the console script, with the exit codes of :mod:`~lightning_hetpipe.cli.entry`. 1 if no server answers."""
+    """Run hetpipe-server, with the exit codes of :mod:`~lightning_hetpipe.cli.entry`. 1 if no server answers."""
     if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
         sys.argv[1] = f"command={sys.argv[1]}"
-    refuse_sweeps(PROGRAM, "servers")
-    enter(_application, PROGRAM)
+    _enter(_server, SERVER)
+
+
+def host_main() -> None:
+    """Run hetpipe-host, with the exit codes of :mod:`~lightning_hetpipe.cli.entry`."""
+    _enter(_host, HOST)
+
+
+def _enter(application: Callable[[], Any], program: ConsoleScript) -> None:
+    """Run ``application``, unless the command line asks for a sweep, which would serve at one address after another."""
+    if SWEEPS.intersection(sys.argv[1:]):
+        text = f"-m would start {_served(program)} one after another; start {program.name} once for each address."
+        sys.exit(report(SettingError(text), program))
+    enter(application, program)
 
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="server", version_base="1.3")
-def _application(config: DictConfig) -> None:
-    job(run, config, PROGRAM)
+def _server(config: DictConfig) -> None:
+    job(run_server, config, SERVER)
 
 
-def run(config: DictConfig) -> None:
+@hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="host", version_base="1.3")
+def _host(config: DictConfig) -> None:
+    job(run_host, config, HOST)
+
+
+def run_server(config: DictConfig) -> None:
     """Serve until a signal ends the process, or ask a running server and print its status.
 
     Raises:
         SettingError: if a setting is unknown or wrong, or the address cannot be used.
         CallRefused, Unreachable: as :func:`ask`.
     """
-    config_checks.check(config, PROGRAM, needs=("service",))
+    config_checks.check(config, SERVER, needs=("service",))
     config_checks.check_targets(config)
     if config.command == STATUS:
-        print(laid_out(ask(config.address, security_of(config), config.timeout)))
-    else:
-        _serve(config, security_of(config, "servers"))
+        print(laid_out(ask(config.address, _security_of(config), config.timeout)))
+        return
+
+    def served(security: Security, ready: Ready) -> int:
+        from lightning_hetpipe.server.process.running import serve
+
+        handler: Any = built(config, "service", object)
+        return serve(handler, config.address, security, ready)
+
+    _serve(config, SERVER, served)
+
+
+def run_host(config: DictConfig) -> None:
+    """Serve until a signal ends the process.
+
+    Raises:
+        SettingError: if a setting is unknown or wrong, or the address cannot be used.
+    """
+    config_checks.check(config, HOST)
+
+    def served(security: Security, ready: Ready) -> int:
+        from lightning_hetpipe.hosts.host_device import told_devices  # only now: --help needs no torch
+        from lightning_hetpipe.hosts.host_server import serve
+
+        def told(address: str) -> None:
+            ready(address)
+            if devices := told_devices():
+                print(f"{HOST.name}: besides its CPU, this machine has {devices}.", flush=True)
+
+        return serve(config.address, security, told)
+
+    _serve(config, HOST, served)
+
+
+def _security_of(config: DictConfig) -> Security:
+    """Return the ``security`` of ``config``. Raise SettingError if it does not suffice for the address."""
+    security: Any = OmegaConf.to_container(config.security, resolve=True)
+    declared(Security).check(security, "security", style=YAML)
+    found = Security(**security)
+    found.check(config.address)
+    return found
+
+
+def _serve(config: DictConfig, program: ConsoleScript, serve: Callable[[Security, Ready], int]) -> NoReturn:
+    """Serve by ``serve``, which returns the signal that ended it, and end the process.
+
+    Raises:
+        SettingError: if the address is open to other machines, and there is no token.
+    """
+    security = _security_of(config)
+    token = f"set it to a long random value, the same for all {_served(program)} and virtual workers."
+    if security.token is None and not is_loopback(split(config.address)[0]):
+        raise SettingError(
+            f"address={config.address} is open to other machines, and HETPIPE_TOKEN is not set, so that anybody there"
+            f" could call; {token}"
+        )
+
+    def ready(address: str) -> None:
+        if security.token is None:
+            unset = "HETPIPE_TOKEN is not set, so that any user of this machine may connect"
+            print(f"{program.name}: {unset}; {token}", file=sys.stderr, flush=True)
+        print(f"{program.name}: serving {address}; Ctrl-C ends it.", flush=True)
+
+    from lightning_hetpipe.server.process.running import end  # only now: --help needs no gRPC
+
+    end(128 + serve(security, ready))
+
+
+def _served(program: ConsoleScript) -> str:
+    """Return what ``program`` starts, in the plural."""
+    return f"{program.name.removeprefix('hetpipe-')}s"
 
 
 def ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
@@ -78,14 +179,6 @@ def ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
     if not isinstance(status, dict):
         raise CallRefused(f"the server at {server} answered with no status; is it of this release?")
     return status
-
-
-def _serve(config: DictConfig, security: Security) -> NoReturn:
-    from lightning_hetpipe.server.process.running import end, serve
-
-    handler: Any = built(config, "service", object)
-
-    end(128 + serve(handler, config.address, security, announcing(PROGRAM, security, "servers")))
 
 
 def laid_out(status: Mapping[str, Any]) -> str:

@@ -22,9 +22,6 @@ PROGRAM = ConsoleScript(
     "hetpipe-train", config_checks.GROUPS, {**config_checks.SETTINGS, "test": bool, "ckpt_path": str | None}
 )
 
-_supervised_code = 0
-"""Exit code of the supervised process, if this process has supervised another process that trained."""
-
 
 def main() -> None:
     """Run the console script, with the exit codes of :mod:`~lightning_hetpipe.cli.entry`.
@@ -35,8 +32,6 @@ def main() -> None:
     sys.argv[1:] = planned(sys.argv[1:])
     supervision.supervised()  # before user code runs, which may start programs
     enter(_application, PROGRAM)
-    if _supervised_code:
-        sys.exit(_supervised_code)
 
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="train", version_base="1.3")
@@ -49,8 +44,9 @@ def _job(config: DictConfig) -> float | None:
     """Check the settings and train. With ``restarts``, train in another process, unless this is a job of a sweep."""
     restarts = _restarts(config)
     if restarts and supervision.can_supervise() and HydraConfig.get().mode != RunMode.MULTIRUN:
-        _supervise(restarts)
-        return None
+        program, number = this_program(is_first=True), supervision.own_number()
+        supervisor = supervision.RunSupervisor(program, restarts, lambda path: [f"ckpt_path={quoted(path)}"], number)
+        sys.exit(supervisor.run())
     config_checks.check(config, PROGRAM, config_checks.BUILT)
     config_checks.synchronisation(config)
     if OmegaConf.select(config, "strategy._target_") == STRATEGY:
@@ -68,14 +64,6 @@ def _restarts(config: DictConfig) -> int:
     callbacks = [each for each in sections(config) if each.path == "strategy.wsp" or "callbacks." in each.path]
     given = [each.values.get("restarts") for each in callbacks]
     return next((each for each in given if isinstance(each, int)), 0)
-
-
-def _supervise(restarts: int) -> None:
-    """Run this program in another process, which is restarted at most ``restarts`` times. Keep its exit code."""
-    global _supervised_code
-    program, number = this_program(is_first=True), supervision.own_number()
-    supervisor = supervision.RunSupervisor(program, restarts, lambda path: [f"ckpt_path={quoted(path)}"], number)
-    _supervised_code = supervisor.run()
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ class ConsoleScript:
         return [*self.groups, *self.settings]
 
 
-def _start(name: str) -> None:
+def _start(name: str, module: str = "", function: str = "main") -> None:
     try:
-        main = import_module(f"lightning_hetpipe.cli.{name.replace('-', '_')}").main
+        main = getattr(import_module(f"lightning_hetpipe.cli.{module or name.replace('-', '_')}"), function)
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted.", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -39,5 +39,5 @@ def _start(name: str) -> None:
 
 
 train, plan = partial(_start, "hetpipe-train"), partial(_start, "hetpipe-plan")
-server, host = partial(_start, "hetpipe-server"), partial(_start, "hetpipe-host")
+server, host = partial(_start, "hetpipe-server"), partial(_start, "hetpipe-host", "hetpipe_server", "host_main")
 """Entry points of the console scripts, under the names in the package's metadata."""

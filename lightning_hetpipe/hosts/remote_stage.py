@@ -30,8 +30,7 @@ from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.plain_code import STAYING, NotPlain
 from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
-from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, Version
-from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, Parcel, Version
 from lightning_hetpipe.pipeline.streams import Stream
 from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers
 from lightning_hetpipe.rules.versions import Reading

@@ -30,8 +30,7 @@ from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
 from lightning_hetpipe.pipeline.memory import keep_freed_memory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.stage import Layer, Stage
-from lightning_hetpipe.pipeline.stage_messages import Failure, Result, Version
-from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.stage_messages import Failure, Parcel, Result, Version
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
 from lightning_hetpipe.server.protocol.shard import block_of

@@ -10,14 +10,18 @@ kept as long.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.values import unequal
-from lightning_hetpipe.torch_private.tensors import foreach_copy_, version_counter
+from lightning_hetpipe.torch_private.tensors import address_of, foreach_copy_, version_counter
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.stage import Layer
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own buffers."""
@@ -136,6 +140,27 @@ def _told(module: nn.Module, name: str) -> str:
     if "lifted_tensor" in path:
         return f"{module.code.named.get(name, 'a tensor')}, which a pipelined module reads,"
     return f"'{path}' of a pipelined module"
+
+
+def check_shared(parts: Sequence[Sequence[Layer]]) -> None:
+    """Refuse changing buffers on both sides of a split point, because forwards would not see them in order of p."""
+    owners: dict[int, tuple[str, bool]] = {}
+    for layers in parts:
+        here: dict[int, tuple[str, bool]] = {}
+        for layer in layers:
+            for module, name in places([layer.module]):
+                buffer = getattr(module, name)
+                memory = address_of(buffer) or id(buffer)
+                changes = may_change(module, name) or here.get(memory, ("", False))[1]
+                here[memory] = (layer.name, changes)
+        for key, (name, changes) in here.items():
+            owner, changed = owners.get(key, ("", False))
+            if owner and (changes or changed):
+                raise PipelineRefusal(
+                    f"layers {owner} and {name} share a module that has buffers, or the memory of one, and a stage"
+                    " begins between them; give each layer a module of its own"
+                )
+        owners.update(here)
 
 
 def tensor_at(place: Place) -> Tensor:

@@ -19,25 +19,30 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import Discarded, PipelineRefusal
-from lightning_hetpipe.pipeline.buffers import may_change, places
-from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves, compute, computed_names
+from lightning_hetpipe.errors import Discarded
+from lightning_hetpipe.pipeline.buffers import check_shared
 from lightning_hetpipe.pipeline.memory import PlannedMemory, less
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Result
-from lightning_hetpipe.pipeline.stage_thread import Loss, Parcel
-from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams, WaitingStream
+from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Parcel, Result
+from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams, Timed, WaitingStream
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
-from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
+from lightning_hetpipe.pipeline.user.lock import MainThread, Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
 from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, VersionedTensors
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.values import Gradients, Value
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
+from lightning_hetpipe.pipeline.weight_stash import (
+    NO_MOVES,
+    Live,
+    Moves,
+    VersionedLayers,
+    WeightStash,
+    compute,
+    computed_names,
+)
 from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Reading, Versions
-from lightning_hetpipe.torch_private.tensors import address_of
 
 MakeStage = Callable[..., Stage]
 
@@ -89,9 +94,8 @@ class Engine:
         self.watchdog = Watchdog(timeout, lambda: self.lock.held, self.describe)
         self.compute_lock = ReadersWriterLock(self.watchdog)
         self.minibatches: dict[int, Minibatch] = {}
+        self.main = MainThread(self.lock, self.watchdog, self._cancel, JOIN_SECONDS)
         self._runners: list[Worker[Minibatch]] = []
-        self._lost_lock = True  # before the start, and where a thread is stuck with the lock over user code
-        self._unlocked = False  # Lightning's thread is within `unlocked`
         self.piece_names = [name for name, _ in pieces]
         self._layers = [layer for _, own in pieces for layer in own]
         self._segments = segments([len(own) for _, own in pieces], split_points)
@@ -103,7 +107,7 @@ class Engine:
             self.streams = Streams(partial(WaitingStream, others=devices), Stream())
         self.root_device = devices[-1]
         if not self.evaluates:
-            _check_shared_buffers([self._layers[segment.first : segment.last + 1] for segment in self._segments])
+            check_shared([self._layers[segment.first : segment.last + 1] for segment in self._segments])
         self.calls = () if self.evaluates else calls(range(len(pieces)) if called is None else called)
         self._route = route(self._segments, self.calls) if self.calls else ()
         self._turn = next((step for step in self._route if step.work is Work.TURN), None)
@@ -146,7 +150,7 @@ class Engine:
         enter = WaitingStream(self.root_device, [stage.device for stage in self.stages]).enter
         name, threads = "hetpipe-evaluation" if self.evaluates else "hetpipe-runner", self._settings.torch_threads
         self._runners = [Worker(f"{name}-{index}", _run, threads, enter) for index in range(self.in_flight)]
-        self._take_lock()
+        self.main.take_lock()
 
     def begin(self, version: int, forwards: int | None = None) -> None:
         """Start with an empty pipeline at ``version`` v_e, the live weights. The live buffers have seen the
@@ -195,7 +199,7 @@ class Engine:
         """Wait for minibatch ``number``, and take it out of the pipeline. Its error, if any, is raised with the
         traceback of the thread in which it happened. Stages count its gradients until they are :meth:`delivered`."""
         minibatch = self.minibatches[number]
-        self._wait_for(minibatch)
+        self.main.wait_for(minibatch)
         del self.minibatches[number]
         if minibatch.failure is not None:
             raise minibatch.failure
@@ -209,7 +213,7 @@ class Engine:
             events += taken.events
         found.update(last)
         if events:
-            with self.unlocked():
+            with self.main.unlocked():
                 for event in events:
                     event.synchronize()
             self.streams.user.join(None, found.values())
@@ -256,50 +260,13 @@ class Engine:
     def drain(self) -> None:
         """Wait until nothing is in motion. Minibatches that ended wait for their :meth:`finish`."""
         for number in sorted(self.minibatches):
-            self._wait_for(self.minibatches[number])
-
-    @contextmanager
-    def unlocked(self) -> Iterator[None]:
-        """Context manager in which user code runs while Lightning's thread waits, as for DataLoader workers."""
-        if self._lost_lock or self._unlocked:
-            yield
-            return
-        self._unlocked = True
-        self.lock.release()
-        try:
-            yield
-        finally:
-            self._unlocked = False
-            self._take_lock()
+            self.main.wait_for(self.minibatches[number])
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Context manager in which user code runs while Lightning's thread computes."""
-        with self.unlocked(), self.compute_lock.shared():
+        with self.main.unlocked(), self.compute_lock.shared():
             yield
-
-    @contextmanager
-    def exclusively(self, number: int, who: str) -> Iterator[None]:
-        """Context manager in which user code and other threads pause for ``who``, an idle stage. Other threads' waits
-        do not time out meanwhile, however long it takes, because it counts as user code."""
-        ticket = Ticket(Precedence.RESUME, number)
-        self.lock.request(ticket)
-        try:
-            self.watchdog.wait(ticket.wait, f"{who} for user code to pause")
-        except BaseException:
-            self.lock.abandon(ticket)
-            raise
-        try:
-            with self.compute_lock.exclusive():
-                yield
-        finally:
-            self.lock.release()
-
-    def offer(self) -> None:
-        """Let a thread that waits for the lock over user code go first."""
-        if self.lock.wanted() and not self._lost_lock:
-            with self.unlocked():
-                pass
 
     def close(self) -> None:
         """Drop every minibatch and end every thread. Warn of a thread that is stuck in a layer or in user code."""
@@ -309,7 +276,7 @@ class Engine:
             self._cancel()
             if self.watchdog.given_up is None:
                 for minibatch in self.minibatches.values():
-                    self._wait_for(minibatch, deadline)
+                    self.main.wait_for(minibatch, deadline)
         finally:
             try:
                 with ExitStack() as ends:  # all end, even if one fails
@@ -332,6 +299,11 @@ class Engine:
             for _, stash in self._outside:
                 stash.let_go()
 
+    def _cancel(self) -> None:
+        for minibatch in self.minibatches.values():
+            minibatch.cancelled = True
+            self.abandon(minibatch)
+
     def describe(self) -> str:
         """Describe each stage and each minibatch in flight, for messages."""
         unfinished = [minibatch for minibatch in self.minibatches.values() if not minibatch.ended]
@@ -339,51 +311,6 @@ class Engine:
         running = [f"{doing} {minibatch.number} is running" for minibatch in unfinished if minibatch.in_user_code]
         numbers = ", ".join(str(minibatch.number) for minibatch in unfinished) or "none"
         return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
-
-    # Waiting.
-
-    def _wait_for(self, minibatch: Minibatch, deadline: float | None = None) -> None:
-        if minibatch.ended or self._lost_lock:
-            self.offer()
-            return
-        ticket = Ticket(Precedence.MAIN, minibatch.number)
-
-        def ask() -> None:
-            self.lock.release()
-            minibatch.when_ended(partial(self.lock.request, ticket))
-
-        self._await(ticket, ask, f"Lightning's step for minibatch {minibatch.number}", deadline)
-
-    def _take_lock(self) -> None:
-        ticket = Ticket(Precedence.MAIN, 0)
-        self._await(ticket, partial(self.lock.request, ticket), "Lightning's thread for user code to pause")
-
-    def _await(self, ticket: Ticket, ask: Callable[[], None], who: str, deadline: float | None = None) -> None:
-        """Wait in Lightning's thread until ``ticket`` holds the lock over user code, or until ``deadline``, if given.
-        If interrupted, cancel every minibatch and give user code some seconds to pause, because Lightning's next work
-        is user code too. If the lock does not come back, Lightning's thread goes on without it."""
-        self._lost_lock = True
-        try:
-            ask()
-            if deadline is None:
-                self.watchdog.wait(ticket.wait, who)
-                self._lost_lock = False
-            else:
-                self._lost_lock = not ticket.wait(max(0.0, deadline - time.monotonic()))
-        except BaseException:
-            self._cancel()
-            # An interrupt that comes just as the ticket is granted leaves nothing to wait for.
-            granted = ticket.granted or ticket.wait(JOIN_SECONDS)
-            self._lost_lock = self.watchdog.given_up is not None or not granted
-            raise
-        finally:
-            if self._lost_lock:
-                self.lock.abandon(ticket)
-
-    def _cancel(self) -> None:
-        for minibatch in self.minibatches.values():
-            minibatch.cancelled = True
-            self.abandon(minibatch)
 
     # Layers and weights.
 
@@ -450,11 +377,11 @@ class Engine:
         event = self.streams.user.record(tensor.device for tensor in call.inputs.tensors)
         self._forward(minibatch, self._of_piece[call.which.piece][0], call.inputs, event)
 
-    def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
+    def loss(self, minibatch: Minibatch, call: PieceCall) -> Timed | None:
         """Begin the loss if user code has the outputs of the last call of a piece."""
         if self._turn is None or call.which is not self._turn.call:
             return None
-        return Loss(self.stages[self._turn.segment.stage], self._settings.before_pass, minibatch.number)
+        return Timed(self.stages[self._turn.segment.stage], self._settings.before_pass, "loss", minibatch.number)
 
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Send gradients of a piece's outputs. The gradients of its inputs will be delivered to ``minibatch``."""
@@ -470,7 +397,7 @@ class Engine:
         what = "memory ran out in user code or a step of Lightning's; stages held"
         return "\n".join([what, *held, less(self.in_flight, self._settings.recompute)])
 
-    # Messages.
+    # Messages to stages and from stages.
 
     def _forward(self, minibatch: Minibatch, segment: Segment, value: Value, event: StreamEvent | None) -> None:
         call = minibatch.calling
@@ -504,6 +431,14 @@ class Engine:
         message = Backward(minibatch.number, segment.index, ordinal, gradients, sums=sums, wanted=wanted, apart=apart)
         self.stages[segment.stage].put(Parcel(message, event, events))
 
+    @contextmanager
+    def exclusively(self, number: int, who: str) -> Iterator[None]:
+        """Context manager in which user code and other threads pause for ``who``, an idle stage. Other threads' waits
+        do not time out meanwhile, however long it takes, because it counts as user code."""
+        ticket = Ticket(Precedence.RESUME, number)
+        with self.lock.taken(ticket, self.watchdog, f"{who} for user code to pause"), self.compute_lock.exclusive():
+            yield
+
     def _done(self, result: Result, event: StreamEvent | None) -> None:
         """Send a minibatch to its next stage, or at the end of a piece to its runner. Called in stages' threads."""
         minibatch = self.minibatches.get(result.minibatch)
@@ -533,24 +468,3 @@ class Engine:
 
 def _run(minibatch: Minibatch) -> None:
     minibatch.context.run(minibatch.run)
-
-
-def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
-    """Refuse changing buffers on both sides of a split point, because forwards would not see them in order of p."""
-    owners: dict[int, tuple[str, bool]] = {}
-    for layers in parts:
-        here: dict[int, tuple[str, bool]] = {}
-        for layer in layers:
-            for module, name in places([layer.module]):
-                buffer = getattr(module, name)
-                memory = address_of(buffer) or id(buffer)
-                changes = may_change(module, name) or here.get(memory, ("", False))[1]
-                here[memory] = (layer.name, changes)
-        for key, (name, changes) in here.items():
-            owner, changed = owners.get(key, ("", False))
-            if owner and (changes or changed):
-                raise PipelineRefusal(
-                    f"layers {owner} and {name} share a module that has buffers, or the memory of one, and a stage"
-                    " begins between them; give each layer a module of its own"
-                )
-        owners.update(here)

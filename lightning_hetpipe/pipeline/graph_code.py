@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from lightning_hetpipe.pipeline.graph_layer import Code, GraphLayer, LayerGraph, here, own_path
 from lightning_hetpipe.pipeline.plain_code import NotPlain
@@ -196,7 +197,7 @@ def _graph(module: fx.GraphModule) -> dict[str, Any]:
             held[target] = {"graph": _graph(value)} if isinstance(value, fx.GraphModule) else value
         elif node.op not in ("placeholder", "output", "call_function"):
             raise NotPlain(f"a graph that has a node of kind {node.op} has no place in a message")
-        arguments = [_written(list(node.args)), _written(dict(node.kwargs))]
+        arguments = map_aggregate([[*node.args], {**node.kwargs}], _written)
         nodes.append([node.op, node.name, target, *arguments, {key: node.meta[key] for key in node.meta.keys() & KEYS}])
     return {"nodes": nodes, "held": held}
 
@@ -265,18 +266,10 @@ def _read_target(name: str) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """Return an argument as plain data, in Python's own containers. Nodes and operators become dicts."""
+    """Return an argument, whatever its nesting, as plain data: a node or an operator becomes a dict."""
     if isinstance(value, fx.Node):
         return {"node": value.name}
-    if isinstance(value, OperatorOverload):
-        return {"operator": _target(value)}
-    if isinstance(value, dict):
-        return {str(key): _written(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(map(_written, value))
-    if isinstance(value, slice):
-        return slice(*map(_written, (value.start, value.stop, value.step)))
-    return value
+    return {"operator": _target(value)} if isinstance(value, OperatorOverload) else value
 
 
 def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:

@@ -68,13 +68,11 @@ class LayerGraph:
         """Return a function that runs the graph."""
         run, outputs = functools.partial(self.module.forward, *self.regions), self.outputs
 
-        def passing_on(variant: int, *values: Any) -> Any:
-            return (variant, *run(*values))
+        def ran(variant: int, *values: Any) -> Any:
+            found = run(*values)
+            return (variant, *found) if outputs is None else pytree.tree_unflatten(list(found), outputs)
 
-        def nested(variant: int, *values: Any) -> Any:
-            return pytree.tree_unflatten(list(run(*values)), outputs)
-
-        return passing_on if outputs is None else nested
+        return ran
 
 
 class Code:

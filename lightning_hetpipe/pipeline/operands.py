@@ -94,7 +94,8 @@ class _Together(OwnMode):
         if len({tensor.device for tensor in operands}) < 2:
             return func(*given[0], **given[1])
         # What asks again under its own name is run whole.
-        if isinstance(func, FunctionType) and func not in self._piecemeal and not _subclasses(operands):
+        is_plain = isinstance(func, FunctionType) and all(type(each) in (Tensor, nn.Parameter) for each in operands)
+        if is_plain and func not in self._piecemeal:
             before = self._home, self._piecemeal
             self._home, self._piecemeal = _at_parameter(operands) or self._home, (*self._piecemeal, func)
             try:
@@ -182,10 +183,6 @@ class _Together(OwnMode):
 
 
 def _nobody(operands: Sequence[Tensor]) -> None: ...
-
-
-def _subclasses(operands: Sequence[Tensor]) -> bool:
-    return any(type(each) not in (Tensor, nn.Parameter) for each in operands)
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -1,6 +1,6 @@
 """Plain data to bytes and back, for messages and graphs. Nothing is pickled, and nothing names a class freely.
 
-The bytes are JSON, then the bytes of each tensor in order. JSON has ``None``, ``bool``, ``int`` and ``str`` as they
+The bytes are JSON, then the bytes of each tensor in order. JSON has ``None``, ``bool``, numbers and ``str`` as they
 are, and all else as a list that begins with a tag. Encoder and decoder know records (named tuples and dataclasses) by
 name. An error travels as its class's name, its text and its notes. A tensor keeps its strides, which decide on the last
 bits of operators. It arrives on the host, and tensors that shared memory no longer do.
@@ -73,12 +73,10 @@ class PlainCode:
             raise NotPlain(f"bytes that are no message ({error})") from error
 
     def _written(self, value: Any, tensors: list[Tensor]) -> Any:
-        if value is None or isinstance(value, bool | int | str):
+        if value is None or isinstance(value, bool | int | float | str):
             return value
-        if isinstance(value, float):
-            return ["float", value.hex()]
         if isinstance(value, complex):
-            return ["complex", value.real.hex(), value.imag.hex()]
+            return ["complex", value.real, value.imag]
         if isinstance(value, Tensor):
             tensors.append(value)
             return ["tensor", str(value.dtype)[6:], list(value.shape), list(value.stride())]
@@ -108,10 +106,8 @@ class PlainCode:
         if tag == "tensor":
             dtype, shape, stride = rest
             return _tensor_of(dtype, shape, stride, take)
-        if tag == "float":
-            return float.fromhex(rest[0])
         if tag == "complex":
-            return complex(*map(float.fromhex, rest))
+            return complex(*rest)
         if tag == "device":
             return torch.device(rest[0])
         if tag == "torch":

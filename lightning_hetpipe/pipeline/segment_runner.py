@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineRefusal
-from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.buffers import Buffers, bind, may_change, places
-from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind, KindsOfCalls, names_of
-from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.compilation import Compiled, Kind, KindsOfCalls, names_of
+from lightning_hetpipe.pipeline.dtypes import Autocast, creating
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter, Kept
 from lightning_hetpipe.pipeline.operands import OperandsTogether

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.compile.compilation import Exclusively
-from lightning_hetpipe.pipeline.live import Live
+from lightning_hetpipe.pipeline.compilation import Exclusively
 from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory, explain, less
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.segment_runner import SavedForBackward, SegmentRunner
@@ -27,20 +26,21 @@ from lightning_hetpipe.pipeline.split.split_segment import check_divided
 from lightning_hetpipe.pipeline.stage_messages import (
     Backward,
     Cancel,
+    Done,
     Failure,
     Forward,
     InputGradients,
     Message,
     Output,
+    Parcel,
     Result,
     Sums,
     Version,
 )
-from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, Pass
-from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
+from lightning_hetpipe.pipeline.streams import Pass, StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.values import tensors_in
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
+from lightning_hetpipe.pipeline.weight_stash import Live, VersionedLayers, WeightStash
 from lightning_hetpipe.rules.schedule import CallOrder, Segment
 
 
@@ -489,7 +489,7 @@ class Stage:
     @contextmanager
     def _alone(self, layers: str, minibatch: int) -> Iterator[None]:
         """Context manager in which torch may compile ``layers``
-        (:mod:`~lightning_hetpipe.pipeline.compile.compilation`)."""
+        (:mod:`~lightning_hetpipe.pipeline.compilation`)."""
         with self._exclusively(minibatch, f"stage {self.index}, which is to compile {layers},"):
             self._compiles, started = True, time.perf_counter()
             try:

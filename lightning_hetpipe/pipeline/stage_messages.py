@@ -5,7 +5,7 @@
     between tasks   Version (begin, publish), and buffers and gradients of a minibatch
 
 No message holds a lock, a queue, a thread, a live module or a minibatch. A carrier between threads adds the order of
-CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`). Numbers name weights and layers: ``segment`` is
+CUDA streams (:class:`Parcel`). Numbers name weights and layers: ``segment`` is
 a segment's index, and a weight's number is its place among all parameters of its stage.
 """
 
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
+from lightning_hetpipe.pipeline.streams import StreamEvent
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Nth, Value
 from lightning_hetpipe.rules.versions import Reading
 
@@ -171,6 +172,18 @@ class Failure(NamedTuple):
 
 
 Result = Output | InputGradients | Failure
+
+
+class Parcel(NamedTuple):
+    """A message whose value is computed behind ``event`` in streams, and its sums behind ``others``."""
+
+    message: Message
+    event: StreamEvent | None = None
+    others: tuple[StreamEvent, ...] = ()
+
+
+Done = Callable[[Result, StreamEvent | None], None]
+"""Takes a result, and the event behind which it is computed."""
 
 
 RECORDS: Sequence[type[Any]] = (

@@ -23,13 +23,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_hetpipe.accelerator import accelerates
+from lightning_hetpipe.pipeline.threads import ReadersWriterLock
 from lightning_hetpipe.torch_private.tensors import strided_parts
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.stage import BeforePass, Stage
 
 
 class StreamEvent(Protocol):
@@ -228,6 +232,53 @@ class Streams:
 
     on: Callable[[torch.device], Stream] = stream_on
     user: UserStream | Stream = field(default_factory=UserStream)
+
+
+class Timed:
+    """One computation of a stage, timed from here to :meth:`end`.
+
+    The loss of a minibatch is user code between the forward and the backward of the last stage, and begins in the
+    minibatch's thread. Other computations are a :class:`Pass`.
+    """
+
+    def __init__(self, stage: Stage, before: BeforePass | None, work: str, minibatch: int) -> None:
+        self._stream = stage.stream
+        self._since = self._stream.now()
+        self._after = None if before is None else before(stage.index, work, minibatch)
+
+    def end(self, event: StreamEvent | None) -> None:
+        """End it: ``event`` is behind all of its work on the device. Emulated slowness sleeps here."""
+        if self._after is not None:  # who looks at a clock wants to know when it is computed
+            if event is not None:
+                event.synchronize()
+            self._after()
+        self._stream.spent(self._since)
+
+
+class Pass:
+    """Context manager around one timed computation of a stage. A generator would cost as much as a small layer. It
+    waits while a thread holds exclusive access to ``compute_lock``."""
+
+    def __init__(
+        self, stage: Stage, compute_lock: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
+    ) -> None:
+        self._what = stage, before, work, minibatch
+        self._compute_lock = compute_lock
+
+    def __enter__(self) -> None:
+        self._compute_lock.begin()
+        try:
+            self._timed = Timed(*self._what)
+        except BaseException:
+            self._compute_lock.end()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._timed.end(self._what[0].stream)
+        finally:
+            self._compute_lock.end()
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

@@ -212,7 +212,7 @@ class Driver:
 
     def unlocked(self) -> AbstractContextManager[None]:
         """Release the lock over user code during a wait of Lightning's thread. In a runner's thread do nothing."""
-        return nullcontext() if self.pipeline is None or current() is not None else self.pipeline.unlocked()
+        return nullcontext() if self.pipeline is None or current() is not None else self.pipeline.main.unlocked()
 
     def computing(self) -> AbstractContextManager[None]:
         """Release the lock over user code while Lightning's thread computes without user code, as in a copy."""
@@ -230,7 +230,7 @@ class Driver:
     def offer(self) -> None:
         """Run sections of user code for which stages wait. The strategy calls this between Lightning's hooks."""
         if self.pipeline is not None:
-            self.pipeline.offer()
+            self.pipeline.main.offer()
 
 
 def default_dtype_in(context: Callable[[], AbstractContextManager[Any]]) -> torch.dtype | None:

@@ -37,7 +37,7 @@ from lightning_hetpipe.lightning_private import (
     fetcher_of,
     set_fetcher,
 )
-from lightning_hetpipe.pipeline.compile.compilation import compiled_calls_apart
+from lightning_hetpipe.pipeline.compilation import compiled_calls_apart
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached

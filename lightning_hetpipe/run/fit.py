@@ -34,13 +34,13 @@ from lightning_hetpipe.lightning_private import (
     begun_minibatches,
     step_arguments,
 )
-from lightning_hetpipe.pipeline.compile.compilation import compiled_calls_apart
+from lightning_hetpipe.pipeline.compilation import compiled_calls_apart
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.live import Moves
 from lightning_hetpipe.pipeline.memory import keep_freed_memory
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
+from lightning_hetpipe.pipeline.weight_stash import Moves
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices
 from lightning_hetpipe.redirect import Redirect

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.live import Moves
 from lightning_hetpipe.pipeline.stage_messages import Move
+from lightning_hetpipe.pipeline.weight_stash import Moves
 from lightning_hetpipe.run.around_step import AroundStep, check_hooks
 from lightning_hetpipe.torch_private.tensors import foreach_copy_
 

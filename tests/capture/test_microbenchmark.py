@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.capture import profiling
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.profiling import ROUNDS, Microbenchmark, ProfilingInput
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value

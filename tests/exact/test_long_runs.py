@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.stage_messages import Parcel
 from tests.support.ahead import Memory
 from tests.support.captured_models import GPT, Words
 from tests.support.models import ADAMW, CLASSES, Learner, Pieces, Task, vectors, words

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.pipeline.live import Moves
+from lightning_hetpipe.pipeline.weight_stash import Moves
 from lightning_hetpipe.rules.versions import POLICIES, SYNC
 from lightning_hetpipe.run.prediction import LastStep, Prediction, prediction_of
 from tests.exact.pipelines import even

@@ -28,13 +28,13 @@ NODE = "{_target_: lightning_hetpipe.Node, name: a, devices: [V100-61]}"
 
 def run(program: str, arguments: list[str], place: Place) -> None:
     """Run a command in this process, in a folder with a user's experiment and some profiles."""
-    from lightning_hetpipe.cli import hetpipe_host, hetpipe_plan, hetpipe_server, hetpipe_train
+    from lightning_hetpipe.cli import hetpipe_plan, hetpipe_server, hetpipe_train
 
     mains = {
         "train": hetpipe_train.main,
         "plan": hetpipe_plan.main,
         "server": hetpipe_server.main,
-        "host": hetpipe_host.main,
+        "host": hetpipe_server.host_main,
     }
     folder = place.folder
     (folder / "users_model.py").write_text(USERS_MODEL)

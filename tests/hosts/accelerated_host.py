@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from lightning_hetpipe.cli import hetpipe_host
+from lightning_hetpipe.cli.hetpipe_server import host_main
 from lightning_hetpipe.hosts import host_child, host_server
 from tests.support.accelerator import set_limit, show
 
@@ -33,7 +33,7 @@ def main() -> None:
     limit = int(sys.argv.pop(1))
     setattr(host_server, "CHILD", with_devices(limit))  # noqa: B010  # which has it from host_child
     give(limit)
-    hetpipe_host.main()
+    host_main()
 
 
 if __name__ == "__main__":

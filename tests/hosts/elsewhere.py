@@ -43,7 +43,7 @@ def runs(pid: int) -> bool:
 
 @contextmanager
 def serving(environment: dict[str, str], *program: str) -> Iterator[Hosts]:
-    module, *arguments = program or ("lightning_hetpipe.cli.hetpipe_host",)
+    module, *arguments = program or ("tests.hosts.plain_host",)
     process = forks.Popen(
         [sys.executable, "-m", module, *arguments, "address=127.0.0.1:0"],
         stdout=subprocess.PIPE,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import resource
 
-from lightning_hetpipe.cli import hetpipe_host
+from lightning_hetpipe.cli.hetpipe_server import host_main
 
 DESCRIPTORS = 64
 
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
-    hetpipe_host.main()
+    host_main()

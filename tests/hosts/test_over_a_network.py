@@ -52,7 +52,7 @@ def test_weights_stay_where_their_stage_is(machines: list[Machine], tmp_path: Pa
         [
             python[0],
             "-m",
-            "lightning_hetpipe.cli.hetpipe_host",
+            "tests.hosts.plain_host",
             f"address={attic.address}:7071",
             "security.insecure=true",
         ],

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_hetpipe.hosts import orders, peer_hosts
 from lightning_hetpipe.hosts.peer_hosts import PeerHosts
 from lightning_hetpipe.hosts.remote_stage import RemoteStage
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, InputGradients, Output
 from lightning_hetpipe.pipeline.values import Addends, Value

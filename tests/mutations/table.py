@@ -359,7 +359,7 @@ MUTATIONS = (
         "L8",
         "Lightning's thread keeps the lock while it waits",
         "run/driver.py",
-        "return nullcontext() if self.pipeline is None or current() is not None else self.pipeline.unlocked()",
+        "return nullcontext() if self.pipeline is None or current() is not None else self.pipeline.main.unlocked()",
         "return nullcontext()",
         ("tests/exact/test_data.py", "-k", "next_batch"),
     ),

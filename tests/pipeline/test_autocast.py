@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from tests.pipeline.driving import Line, X, assert_gradients
 
 OFF = Autocast((("cpu", None),), True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, places
-from lightning_hetpipe.pipeline.live import Live
+from lightning_hetpipe.pipeline.weight_stash import Live
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.dtypes import creating
 from tests.pipeline.driving import Line, X, assert_gradients
 
 Make = Callable[[], Tensor]

@@ -143,7 +143,7 @@ def test_discarding_in_the_middle(where: tuple[int, str, int]) -> None:
     with line.running() as engine:
         for p in (1, 2, 3):
             engine.submit(p, line.step(run))
-        with engine.unlocked():
+        with engine.main.unlocked():
             assert held.reached.wait(30)
         held.release.set()
         engine.discard()
@@ -172,7 +172,7 @@ def test_code_that_catches_every_exception_cannot_keep_a_discarded_minibatch() -
     with line.running() as engine:
         engine.submit(1, line.swallowing(swallowed))
         engine.submit(2, line.swallowing(swallowed))
-        with engine.unlocked():
+        with engine.main.unlocked():
             assert held.reached.wait(30)  # minibatch 1 is inside its call
         held.release.set()
         engine.discard()
@@ -207,11 +207,11 @@ def test_no_minibatch_is_current_outside_of_one() -> None:
 def test_unlocking_twice_releases_once() -> None:
     """A wait within a wait gave a lock away that somebody else held by then."""
     line = Line(mlp(2))
-    with line.running() as engine, engine.unlocked():
+    with line.running() as engine, engine.main.unlocked():
         other = Ticket(Precedence.START, 1)
         engine.lock.request(other)
         assert other.wait(20)
-        with engine.unlocked():
+        with engine.main.unlocked():
             assert engine.lock.held
         assert engine.lock.held, "the other one's"
         engine.lock.release()

@@ -310,7 +310,7 @@ def test_closing_over_a_stuck_layer_warns() -> None:
     line = Line(nn.Sequential(stuck_layer(entered, release), nn.Linear(4, 4)), timeout=0.2)
     with line.stuck(release) as engine:
         engine.submit(1, line.plain())
-        with engine.unlocked():
+        with engine.main.unlocked():
             assert entered.wait(30)
         # It is chance which of two waits runs out first: that for the minibatch, or the minibatch's own.
         with pytest.warns(UserWarning, match="could not end all its threads"), suppress(PipelineStalled):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_hetpipe.pipeline.compile import compilation
-from lightning_hetpipe.pipeline.compile.compilation import KindsOfCalls
+from lightning_hetpipe.pipeline import compilation
+from lightning_hetpipe.pipeline.compilation import KindsOfCalls
 
 
 def test_one_that_is_known_makes_none_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.streams import StreamEvent, UserStream
-from lightning_hetpipe.pipeline.user.piece_call import PieceCall
+from lightning_hetpipe.pipeline.user.piece_call import PieceCall, gradients_below
 from lightning_hetpipe.pipeline.values import Value, tensors_of
 from lightning_hetpipe.rules.schedule import Call
 
@@ -30,7 +30,8 @@ def grown(*values: float) -> Tensor:
 
 def collect(call: PieceCall, total: Tensor, above: PieceCall | None, keep_graph: bool) -> list[Tensor | None]:
     """Gradients of the call's outputs, where the user's code uses no parameter."""
-    return [*call.collect(total, above, (), (), nullcontext(), keep_graph)[0]]
+    gradients_below(total, above, (), (), nullcontext(), keep_graph=keep_graph, call=call)
+    return [*(call.output_gradients or [None] * call.outputs)]
 
 
 def lists(gradients: list[Tensor | None]) -> list[list[float] | None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, SettingError
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, layers_of_data
 from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode, RemoteFailure
 from lightning_hetpipe.pipeline.stage import Layer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.stage_messages import Parcel
 from lightning_hetpipe.pipeline.user.minibatch import Step
 from tests.pipeline.driving import Line, X
 

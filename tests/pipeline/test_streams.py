@@ -17,11 +17,11 @@ from lightning_hetpipe.pipeline import values
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
-from lightning_hetpipe.pipeline.stage_thread import Loss
 from lightning_hetpipe.pipeline.streams import (
     DeviceStream,
     Stream,
     Streams,
+    Timed,
     UserStream,
     WaitingStream,
 )
@@ -307,7 +307,7 @@ def test_a_loss_takes_as_long_as_on_the_device(torch_streams: type[FakeTorchStre
     torch.accelerator.set_stream(mine)  # type: ignore[arg-type]
 
     last: Any = SimpleNamespace(index=0, stream=stream)
-    Loss(last, None, 1).end(None)
+    Timed(last, None, "loss", 1).end(None)
     began, ended = stream._pending[0]
     assert vars(began)["stream"] is vars(ended)["stream"] is mine
     assert stream.busy_seconds() == 0.0
@@ -325,9 +325,9 @@ def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
         def synchronize(self) -> None:
             happened.append("it is computed")
 
-    Loss(last, lambda stage, work, minibatch: lambda: happened.append("it ends"), 1).end(Computed())
+    Timed(last, lambda stage, work, minibatch: lambda: happened.append("it ends"), "loss", 1).end(Computed())
     assert happened == ["it is computed", "it ends"]
-    Loss(last, None, 1).end(Computed())
+    Timed(last, None, "loss", 1).end(Computed())
     assert len(happened) == 2, "nobody looks"
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.stage_messages import Move, Version
-from lightning_hetpipe.pipeline.weight_stash import WeightStash
+from lightning_hetpipe.pipeline.weight_stash import Live, WeightStash
 from lightning_hetpipe.rules.versions import STASH, Reading, Versions
 from lightning_hetpipe.torch_private.tensors import pytree
 from tests.support.equality import assert_same

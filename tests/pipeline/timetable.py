@@ -68,10 +68,10 @@ class Timetable:
             expected = min(in_flight, minibatches)
             for number in range(1, expected + 1):
                 submit(number)
-            with engine.unlocked():
+            with engine.main.unlocked():
                 self._arrived(expected)
             for _, stage, backward, number in self._ends:
-                with engine.unlocked():
+                with engine.main.unlocked():
                     self._end(stage, backward, number)
                     done = backward and stage == 0
                     expected += 0 if done else 1
@@ -83,7 +83,7 @@ class Timetable:
                     if number + in_flight <= minibatches:
                         submit(number + in_flight)
                         expected += 1
-                        with engine.unlocked():
+                        with engine.main.unlocked():
                             self._arrived(expected)
 
     def _end(self, *what: Any) -> None:

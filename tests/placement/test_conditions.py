@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.profiling import ProfilingInput
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.placement import measuring
 from lightning_hetpipe.placement.measuring import kept, profiled

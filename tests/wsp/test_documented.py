@@ -24,7 +24,7 @@ PROGRAMS = {
     "torchrun": "-m torch.distributed.run",
     "hetpipe-train": "-m lightning_hetpipe.cli.hetpipe_train",
     "hetpipe-server": "-m lightning_hetpipe.cli.hetpipe_server",
-    "hetpipe-host": "-m lightning_hetpipe.cli.hetpipe_host",
+    "hetpipe-host": "-m tests.hosts.plain_host",
     "hetpipe-plan": "-m lightning_hetpipe.cli.hetpipe_plan",
 }
 """The commands of an environment, as this interpreter's."""

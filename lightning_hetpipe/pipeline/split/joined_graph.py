@@ -1,11 +1,13 @@
-"""Graph of a whole segment: the graphs of its layers in sequence, with operators that change nothing in place.
+"""Graph of a whole segment: the graphs of its layers in sequence, with operators that members can divide.
 
 An operator that writes into a fresh value without other readers is replaced by an operator that returns a new value: a
-group's members hold parts of it. Buffers, inputs and values with views are still written in place.
+group's members hold parts of it. Buffers, inputs and values with views are still written in place. Attention with
+dropout is replaced by its steps, because only a dropout of its own can draw the mask of the unsplit tensor.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +19,10 @@ from torch import Tensor, fx
 
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.random.generators import drawn
-from lightning_hetpipe.pipeline.split.masks import unfuse_dropouts
+from lightning_hetpipe.pipeline.split.operator_call import size_in, sizes_of, source_of
 from lightning_hetpipe.torch_private.graphs import (
     ASSERTS_METADATA,
+    SAFE_SOFTMAX,
     HigherOrderOperator,
     OperatorOverload,
     written_and_viewed,
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer
 
 T = TypeVar("T")
+
+_aten = torch.ops.aten
+_ARGUMENTS = ("attn_mask", "dropout_p", "is_causal")
 
 PATHS = "paths"
 """Key in ``meta`` for the paths in the LightningModule of layers' own tensors and of values made only of them."""
@@ -86,7 +92,7 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
                 given = fx.node.map_arg(node.args[0], copied.__getitem__)
     graph.output(tuple(given))
     _without_writes(graph)
-    unfuse_dropouts(graph, made.device)
+    _unfuse_dropouts(graph, made.device)
     _note_paths(graph, {made.device, *(node for node, _, _ in made.own)})
     graph.lint()
     return made
@@ -170,7 +176,7 @@ def _without_writes(graph: fx.Graph) -> None:
         users, left = [*_after(node, list(value.users))], node
         if len(node.all_input_nodes) > 1:  # in place it has the dtype of what it is written into
             with graph.inserting_after(node):
-                left = graph.call_function(torch.ops.aten.type_as.default, (node, value))
+                left = graph.call_function(_aten.type_as.default, (node, value))
             left.meta |= node.meta
             node.replace_all_uses_with(left, lambda user, own=left: user is not own)
         for user in users:
@@ -194,5 +200,59 @@ def _without_write(target: Any) -> Any:
     name, _, overload = str(target).removeprefix("aten.").partition(".")
     if not isinstance(target, OperatorOverload) or target.namespace != "aten" or not name.endswith("_"):
         return None
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    packet = getattr(_aten, name.removesuffix("_"), None)
     return None if packet is None else getattr(packet, overload, None)
+
+
+def _unfuse_dropouts(graph: fx.Graph, device: fx.Node) -> None:
+    """Replace attention with dropout by products, softmax, and a dropout that draws as the attention did. If several
+    heads of queries share a head of keys, leave the attention alone."""
+    for node in list(graph.nodes):
+        if node.target is drawn and node.args[2] is _aten.scaled_dot_product_attention.default:
+            path, ordinal, _, *given = node.args
+            named = {**dict(zip(_ARGUMENTS, given[3:], strict=False)), **node.kwargs}
+            fixed = len(sizes_of(given[0])) == 4 and isinstance(sizes_of(given[0])[-1], int)
+            if fixed and not named.get("enable_gqa", False):
+                with graph.inserting_before(node):
+                    made = _written_out(graph, device, (path, ordinal), given[:3], named)
+                made.meta |= node.meta
+                node.replace_all_uses_with(made)
+                graph.erase_node(node)
+
+
+def _written_out(graph: fx.Graph, device: fx.Node, name: Any, operands: Any, named: dict[str, Any]) -> fx.Node:
+    query, key, value = operands
+    rows, columns = sizes_of(query)[-2], sizes_of(key)[-2]
+
+    def call(target: Any, args: tuple[Any, ...], like: fx.Node, sizes: tuple[Any, ...] = ()) -> fx.Node:
+        """Add a call whose result has the dtype of ``like``, and its sizes or other ``sizes``."""
+        made, sizes = graph.call_function(target, args), sizes or tuple(sizes_of(like))
+        made.meta |= {"sizes": sizes, "dtype": like.meta["dtype"], "order": tuple(range(len(sizes)))}
+        return made
+
+    scale = named.get("scale")
+    factor = math.sqrt(1 / math.sqrt(int(sizes_of(query)[-1])) if scale is None else scale)
+    before = tuple(sizes_of(query)[:-2])
+    scaled = call(_aten.mul.Scalar, (query, factor), query)
+    turned = call(_aten.transpose.int, (key, -2, -1), key, (*sizes_of(key)[:-2], sizes_of(key)[-1], columns))
+    turned = call(_aten.mul.Scalar, (turned, factor), turned)
+    scores = call(_aten.matmul.default, (scaled, turned), query, (*before, rows, columns))
+    mask = named.get("attn_mask")
+    if named.get("is_causal"):
+        whole = [each for each in graph.nodes if each.op == "placeholder" or "number" in each.meta]
+        numbers = [size_in(graph, source_of(size, whole)) for size in (rows, columns)]
+        mask = call(causal_mask, (*numbers, device), query, (rows, columns))
+        mask.meta["dtype"] = torch.bool
+    if mask is not None and mask.meta.get("dtype") == torch.bool:
+        hidden = call(_aten.logical_not.default, (mask,), mask)
+        scores = call(_aten.masked_fill.Scalar, (scores, hidden, -math.inf), scores)
+    elif mask is not None:
+        scores = call(_aten.add.Tensor, (scores, mask), scores)
+    weights = call(SAFE_SOFTMAX, (scores, -1), scores)
+    dropped = call(drawn, (*name, _aten.dropout.default, weights, named["dropout_p"], True), weights)
+    return call(_aten.matmul.default, (dropped, value), query, (*before, rows, sizes_of(value)[-1]))
+
+
+def causal_mask(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Return a mask that is True at the keys a query may see."""
+    return torch.ones(rows, columns, dtype=torch.bool, device=device).tril()

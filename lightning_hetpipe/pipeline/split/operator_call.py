@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
-from lightning_hetpipe.rules.channel_layouts import ChannelLayout, Sizes
+from lightning_hetpipe.rules.channel_layouts import ChannelLayout, Size, Sizes
 
 Layouts = ChannelLayout | tuple[ChannelLayout | None, ...]
 """Layout of an operator's output, or of each of several outputs."""
@@ -89,3 +90,23 @@ def sizes_of(node: Any) -> Sizes:
     """Return the sizes of the tensor from ``node``, or none if it is no tensor."""
     found: Any = node.meta.get("sizes", ()) if isinstance(node, fx.Node) else ()
     return tuple(found)
+
+
+def source_of(size: Size, whole: Iterable[fx.Node]) -> int | tuple[fx.Node, int | None] | None:
+    """Return the source of a ``size``: itself, or one of the ``whole`` values and the dimension of a tensor."""
+    if isinstance(size, int):
+        return size
+    for node in whole:
+        if node.meta.get("number") == size:
+            return node, None
+        if size in sizes_of(node):
+            return node, list(sizes_of(node)).index(size)
+    return None
+
+
+def size_in(graph: fx.Graph, source: int | tuple[fx.Node, int | None] | None) -> Any:
+    """Return the argument, in a call in ``graph``, for a size from ``source``."""
+    assert source is not None
+    if isinstance(source, int) or source[1] is None:
+        return source if isinstance(source, int) else source[0]
+    return graph.call_function(torch.ops.aten.sym_size.int, source)

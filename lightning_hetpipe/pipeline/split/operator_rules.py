@@ -105,8 +105,9 @@ def _convolution(dims: int, *, transposed: bool = False) -> Rule:
     def rule(call: OperatorCall) -> Divided | None:
         weight, bias, groups = (call.arg(n) for n in (1, 2, 6))
         channel = len(sizes_of(call.node)) - dims - 1
-        groups = call.kwargs.get("groups", groups or 1)
-        if groups > 1:
+        if "groups" in call.kwargs:  # as in no exported graph
+            return None
+        if (groups or 1) > 1:
             return None if transposed else _grouped(call, groups, call.layout(0), channel)
         if (found := call.columns(weight)) is None:
             return None
@@ -135,9 +136,7 @@ def _grouped(call: OperatorCall, groups: int, layout: ChannelLayout | None, chan
     given, made = (ChannelLayout(channel, 1, each, counts) for each in (size, channels // groups))
     vectors = [each for each in (weight, bias) if isinstance(each, fx.Node)]
     operands = {image: layout if follows == counts and layout else given, **dict.fromkeys(vectors, made.at(0))}
-    if len(call.args) > 6:
-        return Divided(made, operands, {6: counts})
-    return None  # groups as a keyword, which no exported graph has
+    return Divided(made, operands, {6: counts})
 
 
 def _product(given: int, weight: int, bias: int | None, *, out_first: bool) -> Rule:

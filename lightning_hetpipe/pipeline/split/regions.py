@@ -2,19 +2,25 @@
 
 A *region* is a run of operators in which members need nothing of each other. An input of a region is whole on each
 member, or divided. An output is put together of parts, added up, or kept by members for a later region.
+
+A mask of a dropout is drawn for the whole tensor, with the generator of an unsplit run, and divided.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph
-from lightning_hetpipe.pipeline.split.masks import Mask
+from lightning_hetpipe.pipeline.split.operator_call import size_in, sizes_of, source_of
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
 
@@ -55,6 +61,56 @@ class RegionOutput:
     node: fx.Node
     given: GivenAs
     layout: ChannelLayout
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Factor by which a random operation would multiply the whole tensor.
+
+    Attributes:
+        arguments: Arguments of the random operation without the tensor.
+        sizes: Sizes of the mask. A node stands for a size that may vary, or is a tensor with it in the dimension that
+            follows.
+        order: Order of its dimensions in memory, in which numbers are drawn.
+    """
+
+    arguments: tuple[Any, ...]
+    sizes: Sequence[int | tuple[fx.Node, int | None]]
+    order: Sequence[int]
+    dtype: torch.dtype
+    layout: ChannelLayout
+
+    def drawn_in(self, graph: fx.Graph, new: Mapping[fx.Node, fx.Node], device: fx.Node) -> fx.Node:
+        """Add operators that draw the mask to ``graph``. ``new`` maps nodes of the sizes to nodes of ``graph``."""
+        sizes = [size_in(graph, each if isinstance(each, int) else (new[each[0]], each[1])) for each in self.sizes]
+        ones = graph.call_function(_ones_in_order, (sizes, tuple(self.order), self.dtype, device))
+        path, ordinal, target, *rest = self.arguments
+        return graph.call_function(drawn, (path, ordinal, target, ones, *rest))
+
+
+def mask_of(node: fx.Node, layout: ChannelLayout, whole: Iterable[fx.Node]) -> Mask | None:
+    """Return the mask of random operation ``node`` on a tensor of ``layout``. Return None if the operation is no
+    product with a mask, or the ``whole`` values do not determine the mask's sizes."""
+    path, ordinal, target, _, *rest = node.args
+    sizes, rank = sizes_of(node), len(sizes_of(node))
+    if target is torch.ops.aten.feature_dropout.default and layout.dim == 1:
+        sizes = [*sizes[:2], *[1] * (rank - 2)]
+        order: Any = range(rank)
+    elif target is torch.ops.aten.dropout.default:
+        order = node.meta.get("order", ())
+    else:
+        return None
+    known = list(whole)
+    found = [source_of(size, known) for size in sizes]
+    if None in found or len(order) != rank:
+        return None
+    is_there = [each for each in found if each is not None]
+    return Mask((path, ordinal, target, *rest), is_there, tuple(order), node.meta["dtype"], layout)
+
+
+def _ones_in_order(sizes: Sequence[int], order: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ones, in memory in ``order`` of dimensions."""
+    return torch.empty_permuted(list(sizes), tuple(order), dtype=dtype, device=device).fill_(1)
 
 
 @dataclass

@@ -16,10 +16,10 @@ from torch.fx.node import map_arg
 
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, join_families, layer_path, writes_and_views
-from lightning_hetpipe.pipeline.split.masks import Mask, mask_of
 from lightning_hetpipe.pipeline.split.operator_call import Divided, layout_of, sizes_of
 from lightning_hetpipe.pipeline.split.regions import (
     GivenAs,
+    Mask,
     MemberGraph,
     OuterGraph,
     Region,
@@ -27,6 +27,7 @@ from lightning_hetpipe.pipeline.split.regions import (
     RegionOutput,
     SplitGraph,
     TakenAs,
+    mask_of,
 )
 from lightning_hetpipe.pipeline.split.unit_choice import (
     HEAVY,

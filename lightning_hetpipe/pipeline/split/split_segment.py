@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.compile.compilation import Kind, KindsOfCalls, compiler_reason, under_own_code
+from lightning_hetpipe.pipeline.compilation import Kind, KindsOfCalls, compiler_reason, under_own_code
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.graph_layer import set_here
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
@@ -239,7 +239,7 @@ class _Apart(torch.autograd.Function):
 class CompiledMembers(KindsOfCalls):
     """The graphs of one segment, compiled by ``torch.compile``, each in its member's thread.
 
-    Recompilation and pauses are as for the layers of a stage (:mod:`~lightning_hetpipe.pipeline.compile.compilation`).
+    Recompilation and pauses are as for the layers of a stage (:mod:`~lightning_hetpipe.pipeline.compilation`).
     Members compile one after the other. Undivided operators run uncompiled, and so do graphs that cannot be compiled.
     Messages name them by ``layers``.
     """
@@ -252,12 +252,8 @@ class CompiledMembers(KindsOfCalls):
 
     def of(self, graph: fx.GraphModule, autocast: Autocast) -> Graph:
         """Return the callable that a member runs for ``graph`` in this state of autocast."""
-        key = graph, autocast
-        if key not in self._graphs:
-            self._graphs[key] = self._compiled(graph)
-        return self._graphs[key]
-
-    def _compiled(self, graph: fx.GraphModule) -> Graph:
+        if (known := self._graphs.get((graph, autocast))) is not None:
+            return known
         run: Graph = compiled(under_own_code(_call, f"a part of {self._layers}"), self._options, refuse_other_draws)
 
         def call(*given: Any) -> Any:
@@ -274,6 +270,7 @@ class CompiledMembers(KindsOfCalls):
                 )
                 return graph(*given)
 
+        self._graphs[graph, autocast] = call
         return call
 
 

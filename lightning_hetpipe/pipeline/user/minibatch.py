@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, PipelineRefusal
-from lightning_hetpipe.pipeline.streams import StreamEvent, move
+from lightning_hetpipe.pipeline.streams import StreamEvent, Timed, move
 from lightning_hetpipe.pipeline.threads import PerThread
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
 from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, UsedParameter
@@ -39,7 +39,6 @@ from lightning_hetpipe.rules.versions import Reading
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.engine import Engine
-    from lightning_hetpipe.pipeline.stage_thread import Loss
 
 UNWINDING = 4.0
 """Seconds for which user code that must unwind waits for the lock, fewer than the pipeline waits for its threads."""
@@ -100,7 +99,7 @@ class Minibatch:
         self.sums: dict[nn.Parameter, Sum] = {}
         self.continued: set[nn.Parameter] = set()
         self.calling: PieceCall
-        self.loss: Loss | None = None
+        self.loss: Timed | None = None
         self.failure: BaseException | None = None
         self.cancelled = False
         self.in_user_code = False
@@ -283,10 +282,9 @@ class Minibatch:
             before = first and not call.needs_input_gradients
             direct = self._view.used(index + 1) + (self._view.used(0) if before else [])
             waits = not first or (not before and bool(self._view.used(0)))
-            leaves, later = [used.copy for used in direct], self._later(direct)
-            gradients, found = call.collect(total, above, leaves, later, self._view, keep_graph=waits)
-            self._add(direct, found)
+            self._collect(total, above, direct, keep_graph=waits, call=call)
             self.continued = {used.live for region in range(before, index + 1) for used in self._view.used(region)}
+            gradients = call.output_gradients or [None] * call.outputs
             start = partial(self._engine.backward, self, call, [*gradients])
             if waits:
                 found = self._through_pipeline(start, f"the backward of call {index} of a piece")
@@ -296,23 +294,28 @@ class Minibatch:
                 start()
             above = call
         if waits:
-            direct = self._view.used(0)
-            leaves, later = [used.copy for used in direct], self._later(direct)
-            self._add(direct, gradients_below(total, above, leaves, later, self._view, keep_graph=False))
+            self._collect(total, above, self._view.used(0), keep_graph=False)
             self.end()
 
-    def _later(self, direct: Sequence[UsedParameter]) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that user code used for ``direct``, with gradients of later uses, if there are any."""
-        found = []
+    def _collect(
+        self,
+        total: Tensor,
+        above: PieceCall | None,
+        direct: Sequence[UsedParameter],
+        *,
+        keep_graph: bool,
+        call: PieceCall | None = None,
+    ) -> None:
+        """Add the gradients of the parameters that user code used between ``call`` and the call ``above``."""
+        user, later = self._engine.streams.user, list[tuple[Tensor, Tensor]]()
         for used in direct:
             if (sum := self.sums.get(used.live)) is not None:
-                self._engine.streams.user.join(sum.event, [sum.gradient])
-                found.append((used.seen, move(sum.gradient, used.seen.device)))
-        return found
-
-    def _add(self, direct: Sequence[UsedParameter], gradients: Sequence[Tensor | None]) -> None:
+                user.join(sum.event, [sum.gradient])
+                later.append((used.seen, move(sum.gradient, used.seen.device)))
+        leaves = [used.copy for used in direct]
+        gradients = gradients_below(total, above, leaves, later, self._view, keep_graph=keep_graph, call=call)
         found = {used.live: g for used, g in zip(direct, gradients, strict=True) if g is not None}
-        event = self._engine.streams.user.record(gradient.device for gradient in found.values()) if found else None
+        event = user.record(gradient.device for gradient in found.values()) if found else None
         self.sums.update((live, Sum(gradient, event)) for live, gradient in found.items())
 
     def _without(self, name: str) -> str:

@@ -24,8 +24,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
-from lightning_hetpipe.pipeline.live import Live
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
+from lightning_hetpipe.pipeline.weight_stash import Live, VersionedLayers
 from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.modes import OwnMode, UntoldFunction, enter_function_mode, leave_function_mode
 from lightning_hetpipe.torch_private.tensors import (

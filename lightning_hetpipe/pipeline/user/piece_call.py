@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.errors import PipelineRefusal
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, UserStream
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved, run_backward
 from lightning_hetpipe.rules.schedule import Call
@@ -101,27 +101,6 @@ class PieceCall:
         self.output_gradients = self.input_gradients = self._node = None
         self.later_gradients, self.later_inputs, self.given = (), [], []
 
-    def collect(
-        self,
-        total: Tensor,
-        above: PieceCall | None,
-        leaves: Sequence[Tensor],
-        later: Sequence[tuple[Tensor, Tensor]],
-        within: AbstractContextManager[Any],
-        keep_graph: bool,
-    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Return the gradients of the loss ``total`` with respect to this call's outputs, and to ``leaves``.
-
-        User code used the leaves before the next call ``above``, which is None for the last call. ``later`` is as for
-        :func:`gradients_below`. ``within`` is opened around the pass, for the user's hooks and recomputed checkpoints.
-        """
-        self.collecting = True
-        _, *found = gradients_below(
-            total, above, [self.anchor, *leaves], later, within, keep_graph=keep_graph, call=self._node
-        )
-        self.collecting = False
-        return self.output_gradients or [None] * self.outputs, found
-
 
 def gradients_below(
     total: Tensor,
@@ -131,20 +110,24 @@ def gradients_below(
     within: AbstractContextManager[Any],
     *,
     keep_graph: bool,
-    call: Node | None = None,
+    call: PieceCall | None = None,
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of ``total`` with respect to ``leaves``, which user code used before the call ``above``.
+    """Return the gradients of the loss ``total`` with respect to ``leaves``.
 
-    They are added, one by one, to the gradients in ``later``: pairs of a leaf, or its copy on another device, and the
-    gradient of its later uses. If ``total`` depends on the leaves (or the node ``call``) past ``above``, the graph
-    above it is gone through again. Otherwise the user's tensor hooks there run once, as in a plain backward. Edges are
+    User code used the leaves before the call ``above``, which is None for the last call. The pass ends at the ``call``
+    below it, if any, and sets the ``output_gradients`` of that. ``within`` is opened around the pass, for the user's
+    hooks and recomputed checkpoints.
+
+    Gradients are added, one by one, to the gradients in ``later``: pairs of a leaf, or its copy on another device, and
+    the gradient of its later uses. If ``total`` depends on the leaves (or on ``call``) past ``above``, the graph above
+    it is gone through again. Otherwise the user's tensor hooks there run once, as in a plain backward. Edges are
     passed, because with tensors torch would suspend the minibatch's view of its parameters, which hooks and recomputed
     checkpoints use.
     """
-    edges = [get_gradient_edge(leaf) for leaf in leaves]
+    edges = [get_gradient_edge(leaf) for leaf in (leaves if call is None else (call.anchor, *leaves))]
     starts, gradients = [get_gradient_edge(total)], [torch.ones_like(total)]
     if above is not None and above.input_gradients is not None:
-        wanted = {call, *(edge.node for edge in edges if edge.node is not None)}
+        wanted = {None if call is None else call._node, *(edge.node for edge in edges if edge.node is not None)}
         if not any(node in wanted for node in graph_nodes([total.grad_fn], [above._node])):
             pairs = zip(above.given, above.input_gradients, strict=True)
             reached = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
@@ -152,10 +135,16 @@ def gradients_below(
     for seen, gradient in later:  # autograd adds the gradient of a start before all else
         starts.append(get_gradient_edge(seen))
         gradients.append(gradient)
-    if not starts:
-        return [None] * len(leaves)
-    with within:
-        return run_backward(starts, gradients, edges, keep_graph)
+    found: Sequence[Tensor | None] = [None] * len(edges)
+    if call is not None:
+        call.collecting = True
+    if starts:
+        with within:
+            found = run_backward(starts, gradients, edges, keep_graph)
+    if call is None:
+        return found
+    call.collecting = False
+    return found[1:]
 
 
 class _PieceBoundary(UntoldFunction):

@@ -1,4 +1,6 @@
-"""The dtype of tensors that layers create, or make of whole numbers.
+"""The dtypes in which layers compute: the state of autocast, and the dtype of tensors that they create.
+
+Autocast belongs to a thread. Stages have threads of their own, which take its state at the call of a piece.
 
 Torch's default dtype belongs to the whole process. With ``precision="64-true"`` and similar settings it differs during
 ``training_step``. A stage runs meanwhile, so it cannot ask the process. Its layers may create floating-point numbers,
@@ -7,8 +9,9 @@ or make them of whole ones (``torch.arange(n) / 3``), without naming a dtype. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,21 +20,60 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 
-_ALWAYS = {
-    torch.empty,
-    torch.eye,
-    torch.linspace,
-    torch.logspace,
-    torch.ones,
-    torch.rand,
-    torch.randn,
-    torch.zeros,
-    torch.hann_window,
-    torch.hamming_window,
-    torch.bartlett_window,
-    torch.blackman_window,
-    torch.kaiser_window,
-}
+
+@dataclass(frozen=True)
+class Autocast:
+    """The state of autocast in one place. ``dtypes`` has the dtype for each type of device, or None if autocast is off.
+    ``cache`` tells whether cast weights are kept."""
+
+    dtypes: tuple[tuple[str, torch.dtype | None], ...]
+    cache: bool
+
+    @staticmethod
+    def current() -> Autocast:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+        dtypes = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
+        return Autocast(tuple(zip(kinds, dtypes, strict=True)), torch.is_autocast_cache_enabled())
+
+    def as_on_cpu(self, kind: str) -> Autocast:
+        """Return the state for devices of another ``kind``: the CPU's state, unless autocast is on for them."""
+        dtypes = dict(self.dtypes)
+        return replace(self, dtypes=tuple({**dtypes, kind: dtypes.get(kind) or dtypes.get("cpu")}.items()))
+
+    def opened(self, *, alone: bool = True) -> AbstractContextManager[None]:
+        """Open this state in this thread, whatever its present state.
+
+        Torch's cache of cast weights belongs to the process, and any thread that leaves autocast clears it. So unless
+        this thread is ``alone``, nothing is kept, not even by layers that open autocast themselves. Otherwise gradients
+        of a weight with several uses would depend on timing.
+        """
+        differs = [(kind, dtype) for kind, dtype in self.dtypes if dtype is not None or torch.is_autocast_enabled(kind)]
+        return _Opened(differs, self.cache and alone, alone)
+
+
+class _Opened:
+    def __init__(self, dtypes: Sequence[tuple[str, torch.dtype | None]], cache: bool, alone: bool) -> None:
+        self._alone = alone
+        self._regions: list[AbstractContextManager[object]] = [
+            torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=cache) for kind, dtype in dtypes
+        ]
+
+    def __enter__(self) -> None:
+        self._before = torch.is_autocast_cache_enabled()  # of this thread, and what autocast takes unless it is told
+        if not self._alone:
+            torch.set_autocast_cache_enabled(False)
+        for region in self._regions:
+            region.__enter__()
+
+    def __exit__(self, *ended: Any) -> None:
+        for region in reversed(self._regions):
+            region.__exit__(*ended)
+        torch.set_autocast_cache_enabled(self._before)
+
+
+_ALWAYS = {torch.empty, torch.eye, torch.linspace, torch.logspace, torch.ones, torch.rand, torch.randn, torch.zeros}
+_ALWAYS |= {torch.hann_window, torch.hamming_window, torch.bartlett_window, torch.blackman_window, torch.kaiser_window}
 _BY_VALUE = {torch.arange, torch.as_tensor, torch.full, torch.scalar_tensor, torch.tensor}
 _CONVERSIONS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
 _CONDITION: dict[Any, int] = {torch.where: 0, Tensor.where: 1}  # the place of the argument that stays a bool

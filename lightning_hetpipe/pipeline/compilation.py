@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hetpipe.errors import PipelineRefusal
-from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.errors import PipelineRefusal, first_line
+from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.graph_layer import here, set_here
 from lightning_hetpipe.pipeline.random.generators import counters, generator_of
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws, register
@@ -262,10 +262,9 @@ def _apart(redirect: Redirect, model: Any = None, **options: Any) -> Any:
                 return made(*args, **kwargs)
         except CompilerError as error:
             torch.compiler.reset()  # what was compiled half would fail in later runs of the process
-            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise PipelineRefusal(
                 "torch could not compile what a function of its own, such as torch.cond, was given in a minibatch"
-                f" ({reason.rstrip('.:')}); call torch.cond by that name, or write it with torch.where"
+                f" ({first_line(error).rstrip('.:')}); call torch.cond by that name, or write it with torch.where"
             ) from error
 
     return run

@@ -1,1 +1,0 @@
-"""Compilation of segments by torch.compile."""
