@@ -35,7 +35,6 @@ from lightning_hetpipe.strategy import host_setting, relations
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives, program_group
 from lightning_hetpipe.workers.shared_data import Shares, deal_among, let_be_long
-from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ class VirtualWorkers:
         further = None if hosts is None else hosts.servers
         self.group = program_group.meet(self.rank, self._environment, wsp, self.timeout, further)
         self.group.interrupted = self._is_interrupted
-        share(self._share)
+        collectives.share(self._share)
 
     def divide(self, trainer: L.Trainer) -> None:
         """Decide the shares of the data in a run of ``trainer``, before its loaders are made."""
@@ -309,7 +308,7 @@ class VirtualWorkers:
             group.leave_fit()
             return
         self.group = None
-        share(None)
+        collectives.share(None)
         if isinstance(failure, ToldToEnd):
             told = "" if self.rank.index else f"{SIGTERMException.__name__}: it was {REASON}"  # for others that wait
             group.part(told, why=REASON if failure.alone else "")

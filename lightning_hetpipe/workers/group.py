@@ -27,10 +27,9 @@ from lightning_hetpipe.server.process.waits import ServersSilent, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, FirstLost, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.collectives import gather_in_chunks, gather_values
-from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, Seats, too_late
-from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.program_group import FIT, LAUNCH, go_on_from, next_session
+from lightning_hetpipe.workers.seats import CameTooLate, Departures, Returning, Seats, too_late
 
 
 class Group:

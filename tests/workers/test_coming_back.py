@@ -17,8 +17,8 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Recall
-from lightning_hetpipe.workers.coming_back import STATE, CameTooLate, SeatMissed
 from lightning_hetpipe.workers.group import Group
+from lightning_hetpipe.workers.seats import STATE, CameTooLate, SeatMissed
 from tests.workers.test_group import LEASE, SECONDS, Pair
 from tests.wsp.faults import until
 

@@ -22,8 +22,8 @@ from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers import group as group_module
-from lightning_hetpipe.workers.coming_back import Seats
 from lightning_hetpipe.workers.group import Group
+from lightning_hetpipe.workers.seats import Seats
 from lightning_hetpipe.workers.shared_data import Shares
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.exact.pipelines import even

@@ -30,8 +30,8 @@ from lightning_hetpipe.server.transport.interface import STATUS, TIMEOUT, Room, 
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.workers import group, join_handshake
 from lightning_hetpipe.workers.collectives import gather_in_chunks
-from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.group import Group
+from lightning_hetpipe.workers.seats import Departures
 from tests.server.transports import PATIENCE, certificates, security
 
 LEASE = 1.5

@@ -34,7 +34,7 @@ from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
-from lightning_hetpipe.workers.coming_back import nameless_file
+from lightning_hetpipe.workers.seats import nameless_file
 from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 
