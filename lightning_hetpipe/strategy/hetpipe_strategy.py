@@ -47,8 +47,7 @@ from lightning_hetpipe.strategy import compile_setting, meta_weights, recorded_i
 from lightning_hetpipe.strategy.arguments import LONGEST, HetPipeArguments
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
-from lightning_hetpipe.strategy.saved_states import LAST_CHANGES, note
-from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
+from lightning_hetpipe.strategy.shared_checkpoints import LAST_CHANGES, SharedCheckpoints, note
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback as WSPCallback
 from lightning_hetpipe.workers import collectives

@@ -129,9 +129,9 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 # Metrics of torchmetrics look for a default process group, but there is none. While virtual workers are together,
-# metrics gather through them, wherever they were made and whoever holds them. Under ddp, metrics of hooks, callbacks and data
-# modules are also synchronised, and so are metrics that a program makes between its runs. No list of instances has them
-# all, so `Metric.sync` is replaced for that time. With one virtual worker it is never replaced.
+# metrics gather through them, wherever they were made and whoever holds them. Under ddp, metrics of hooks, callbacks
+# and data modules are also synchronised, and so are metrics that a program makes between its runs. No list of instances
+# has them all, so `Metric.sync` is replaced for that time. With one virtual worker it is never replaced.
 
 MetricGather = Callable[[Tensor, str], list[Tensor]]
 """Function that returns the tensors of all virtual workers. The text names the call, for errors."""

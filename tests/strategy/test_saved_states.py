@@ -24,7 +24,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
-from lightning_hetpipe.strategy.saved_states import add_states, note, take_in_flight, take_state
+from lightning_hetpipe.strategy.shared_checkpoints import add_states, note, take_in_flight, take_state
 from lightning_hetpipe.workers import group as group_module
 from lightning_hetpipe.workers.collectives import gather_in_chunks
 from lightning_hetpipe.workers.group import Group
