@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.emulation import Emulation
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.ranks import Role, devices_of
 from lightning_hetpipe.pipeline.memory import held
 from lightning_hetpipe.placement import progress
@@ -27,9 +28,9 @@ from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.planning.search.spread_plan import FROZEN
 from lightning_hetpipe.rules.versions import POLICIES, STASH
 from lightning_hetpipe.run.around_step import Correction
-from lightning_hetpipe.run.run_settings import RunSettings, trains_frozen_later
+from lightning_hetpipe.run.run_settings import RunSettings, StageElsewhere, trains_frozen_later
 from lightning_hetpipe.run.stale_gradients import automatic_policy, is_clipped
-from lightning_hetpipe.strategy import compile_setting, host_setting, relations
+from lightning_hetpipe.strategy import compile_setting, relations
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.weight_copies import copies_kept
 
@@ -174,7 +175,7 @@ class PlannedDevices:
             compile=self.compile,
             virtual_worker=rank.index,
             virtual_workers=rank.size,
-            elsewhere=host_setting.stages_elsewhere(plan, hosts, placement.emulated),
+            elsewhere=stages_elsewhere(plan, hosts, placement.emulated),
             has_groups=self.has_groups,
             waited_in=self.workers.waited_in,
             security=self.workers.settings().security.from_environment(),
@@ -206,3 +207,24 @@ class PlannedDevices:
             copies=0.0 if group is None else copies_kept(group.settings.update_dtype),
             split=self.split,
         )
+
+
+def stages_elsewhere(plan: Plan | None, hosts: relations.StageHosts, emulated: bool) -> dict[int, StageElsewhere]:
+    """Return, by number, the stages of one virtual worker that are not on the node of its last stage.
+
+    If devices are ``emulated``, stages of nodes without a host stay in this process, and hosts use their CPUs. Raise
+    SettingError if there are hosts, but no plan.
+    """
+    if hosts is None:
+        return {}
+    if plan is None:
+        raise SettingError(
+            f"stage_hosts={dict(hosts)!r} names hosts for the nodes of a plan, and there is none; give plan, too"
+        )
+    found, (worker,) = dict[int, StageElsewhere](), plan.virtual_workers
+    for number, stage in enumerate(worker.stages):
+        if stage.node != worker.leader and (not emulated or stage.node in hosts):
+            devices = [] if emulated or stage.device_name == "cpu" else [stage, *stage.group]
+            accelerators = [(each.device_number, each.device_name) for each in devices]
+            found[number] = StageElsewhere(hosts[stage.node], stage.node, accelerators)
+    return found

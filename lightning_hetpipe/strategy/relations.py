@@ -6,7 +6,7 @@ Each setting by itself is declared in ``strategy/arguments.py``. This module loa
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
@@ -21,9 +21,10 @@ from lightning_hetpipe.rules.waves import whole_steps
 if TYPE_CHECKING:
     from lightning_hetpipe.launch.ranks import Rank, WorkerRange
     from lightning_hetpipe.strategy.arguments import Stages
-    from lightning_hetpipe.strategy.host_setting import StageHosts
 
 T = TypeVar("T")
+StageHosts = Mapping[str, str] | None
+"""Address of a host by name of a plan's node, or None without hosts."""
 
 
 def plan(value: Plan | str | os.PathLike[str] | None) -> Plan | None:
@@ -201,8 +202,6 @@ def workers_as_planned(
     Raises:
         SettingError: if ``virtual_workers`` is another number, or this run cannot follow the plan.
     """
-    from lightning_hetpipe.strategy.host_setting import serving_nodes  # with Lightning
-
     on_nodes = plan.workers_on_nodes
     check_host_nodes(hosts, plan)
     leading = [count for count in on_nodes.values() if count]
@@ -237,7 +236,7 @@ def workers_as_planned(
             f"the plan for {plan.model} has its virtual workers on {', '.join(order)}, in this order; list those of one"
             " node one after another"
         )
-    return found if serving_nodes(plan, emulated, hosts) is None else [*on_nodes.values()]
+    return [*on_nodes.values()] if hosts is None and any(map(plan.served, on_nodes)) else found
 
 
 def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:

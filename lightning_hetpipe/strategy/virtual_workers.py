@@ -31,7 +31,7 @@ from lightning_hetpipe.rules.waves import whole_steps
 from lightning_hetpipe.run.together import check_returning
 from lightning_hetpipe.server.process.signals import TERMINATED
 from lightning_hetpipe.settings import seconds
-from lightning_hetpipe.strategy import host_setting, relations
+from lightning_hetpipe.strategy import relations
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives, program_group
 from lightning_hetpipe.workers.shared_data import Shares, deal_among, let_be_long
@@ -55,7 +55,7 @@ class VirtualWorkers:
         self.asked: int | WorkerRange = each if isinstance(each, int) else WorkerRange(*each)
         self.wsp: WSPCallback | None = given.wsp
         self.timeout, self.plan, self._in_flight = seconds(given.timeout), plan, in_flight
-        self.hosts: host_setting.StageHosts = hosts and {str(node): address for node, address in hosts.items()}
+        self.hosts: relations.StageHosts = hosts and {str(node): address for node, address in hosts.items()}
         self.group: Group | None = None  # once they have met
         self.synchroniser: Synchroniser | NoSynchroniser = NoSynchroniser()
         self.shares: Shares | None = None
@@ -138,7 +138,16 @@ class VirtualWorkers:
         return servers.start(self.rank, self._environment, wsp, everywhere=nodes is not None)
 
     def _serving_nodes(self) -> ServingNodes | None:
-        return host_setting.serving_nodes(self.plan, self._is_emulated, self.hosts)
+        """Return the plan's nodes, if the program is to start hosts for stages led from other nodes, else None."""
+        if self.plan is None or self._is_emulated or self.hosts is not None:
+            return None
+        served = {node: self.plan.served(node) for node in self.plan.workers_on_nodes}
+        stages = {
+            node: ", ".join(f"stage {stage} of virtual worker {worker}" for worker, stage in its)
+            for node, its in served.items()
+            if its
+        }
+        return ServingNodes((*served,), stages, self.plan.fingerprint) if stages else None
 
     def find_hosts(self) -> node_hosts.FoundHosts | None:
         """Find the addresses of this launch's nodes with hosts, or return None without such nodes."""

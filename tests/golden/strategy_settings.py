@@ -13,7 +13,7 @@ import torch
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan, WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan.planned_worker import PlannedWorker
-from lightning_hetpipe.strategy import compile_setting, host_setting, relations
+from lightning_hetpipe.strategy import compile_setting, planned_devices, relations
 from tests.golden.cases import Case, Place, case, given
 from tests.golden.training import fit
 from tests.placement.test_plans import planned
@@ -225,7 +225,7 @@ STRATEGY = [
         name="stage_hosts of a spread run",
     ),
     case(
-        lambda _: host_setting.stages_elsewhere(None, HOSTS, emulated=False),
+        lambda _: planned_devices.stages_elsewhere(None, HOSTS, emulated=False),
         "stage_hosts",
         HOSTS,
         "give plan",
