@@ -103,17 +103,6 @@ def ahead(what: str) -> SettingError:
     )
 
 
-def apart(what: str) -> SettingError:
-    """Make the error of a call within a wave that waits for virtual workers with other shares."""
-    if is_logging():
-        what = "self.log(..., sync_dist=True) at every step"
-    return SettingError(
-        f"{what} waits for the other virtual workers within a wave, where those with other shares are at other places;"
-        " call it at the end of an epoch or in a validation (log with on_step=False, on_epoch=True), or set"
-        " WSPCallback(shares='equal')"
-    )
-
-
 def _total(found: list[Tensor]) -> Tensor:
     total = found[0].clone()
     for each in found[1:]:

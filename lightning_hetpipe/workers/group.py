@@ -8,6 +8,7 @@ gathers go through it, because it knows which virtual worker waits at which cut 
 from __future__ import annotations
 
 import atexit
+import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import NOTICE_AFTER, say
 from lightning_hetpipe.launch import parent_watch
-from lightning_hetpipe.launch.ends import Uncaught
-from lightning_hetpipe.launch.servers import FoundServers
+from lightning_hetpipe.launch.ends import lost_workers
+from lightning_hetpipe.launch.ranks import Role
+from lightning_hetpipe.launch.servers import FoundServers, LaunchSettings
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.waits import ServersSilent, ServersUnheard
@@ -29,53 +31,43 @@ from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.collectives import gather_in_chunks, gather_values
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.program_group import FIT, LAUNCH, go_on_from, next_session
-from lightning_hetpipe.workers.seats import CameTooLate, Departures, Returning, Seats, too_late
+from lightning_hetpipe.workers.seats import CameTooLate, Departures, Returning, SeatMissed, Seats, too_late
 
 
 class Group:
     """Virtual worker ``index`` among ``size``.
 
     Args:
+        launch: Settings of the launch. Its timeout is the time for which servers may be silent.
         found: Servers, as far as this process knows them.
-        timeout: Seconds for which servers may be silent.
         lost: As for a `Client`.
-        place: Node of this process as text, or empty for a single node.
         on_loss: Called for each lost virtual worker as `LostWorkers.note` is, from any thread, in the first remaining
             process of each node.
-        stays: Whether this process, after a call of ``on_loss``, stays until the other virtual workers have left. An
-            external launcher such as torchrun ends all processes when one exits with 1.
         on_return: Called for each lost virtual worker once it takes part again.
-        least: Number of virtual workers, including virtual worker 0, with which a run may begin. 0 means all.
     """
 
     def __init__(
         self,
-        index: int,
-        size: int,
+        launch: LaunchSettings,
         found: FoundServers,
-        settings: WSPSettings,
-        timeout: float,
         lost: Callable[[], Exception | None] = lambda: None,
-        *,
-        place: str = "",
         on_loss: Callable[[int, str, str, str], None] = lambda *_: None,
-        stays: bool = False,
         on_return: Callable[[int], None] = lambda vw: None,
-        least: int = 0,
     ) -> None:
-        self.index = index
-        self.size = size
-        self._departures = Departures(index, place, on_loss)
+        rank = launch.rank
+        self.index, self.size = rank.index, rank.size
+        place = f"node {rank.node}, {platform.node()}" if rank.nodes > 1 else ""
+        self._departures = Departures(rank.index, place, on_loss)
         self._handshake = JoinHandshake(
-            index=index,
-            size=size,
+            index=rank.index,
+            size=rank.size,
             found=found,
-            settings=settings,
-            timeout=timeout,
+            settings=launch.wsp,
+            timeout=launch.timeout,
             lost=self._is_lost,
             departed=self._lose,
             updates_lost=self._departures.tell_of_updates,
-            least=least,
+            least=rank.least,
         )
         self._servers_lost = lost
         self._has_taken_part = False  # in an epoch
@@ -89,10 +81,10 @@ class Group:
         self._fit: Client | None = None  # in the session of a fit, while one runs
         self._fit_settings: Sequence[str] = ()
         self._failed = False
-        self._stays = stays
-        self._uncaught = Uncaught()
+        # An external launcher such as torchrun ends all processes when one exits with 1, as after a loss.
+        self._stays_after_loss = rank.role is Role.EXTERNAL
         self._on_return = on_return
-        self.seats = Seats(index, size)
+        self.seats = Seats(rank.index, rank.size)
         self._knows = False  # whether it knows which departed virtual workers have come back
 
     @property
@@ -139,12 +131,12 @@ class Group:
         if self._handshake.least:
             self.seats.taken = there
 
-    def renew(self, found: FoundServers, settings: WSPSettings, timeout: float) -> None:
+    def renew(self, launch: LaunchSettings, found: FoundServers) -> None:
         """Use the settings of a later Trainer of the program from now on."""
         assert self._launch is not None
-        further = settings.placement != self.settings.placement  # with "local", only one server may have been started
-        self._handshake.settings, self._handshake.timeout = settings, timeout
-        self._launch.timeout, self._launch.longest_wait = timeout, self._handshake.longest_wait
+        further = launch.wsp.placement != self.settings.placement  # with "local", only one server may have been started
+        self._handshake.settings, self._handshake.timeout = launch.wsp, launch.timeout
+        self._launch.timeout, self._launch.longest_wait = launch.timeout, self._handshake.longest_wait
         if further:
             self._meet_servers(found)
 
@@ -212,7 +204,7 @@ class Group:
         except ServersUnheard:
             raise
         except ServersSilent:
-            raise returning.missed() from None
+            raise SeatMissed(self.settings.lease) from None
         self._fit.longest_wait = self._handshake.longest_wait
         self._agree_on_seats({})
         return weights
@@ -245,7 +237,7 @@ class Group:
         self.seats.withdraw()
         if returning is not None:
             if self.index not in back:
-                raise returning.missed()
+                raise SeatMissed(self.settings.lease)
             self.seats.agreed = agreed
         there = back if returning is None else self.seats.taken
         self._departures.find({each.vw: each.incarnation for each in members.members if each.vw in there})
@@ -385,17 +377,6 @@ class Group:
         for each in [] if launch is None else launch.departures:  # the session of the fit may have missed some
             self._lose(each, of_fit=False)
 
-    def close(self, failure: str = "") -> None:
-        """Leave when all virtual workers leave. The other virtual workers receive a ``failure``, and end."""
-        try:
-            if not failure:
-                self.leave_fit()
-        except BaseException as error:
-            failure = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            self.part(failure)
-
     def part(self, failure: str = "", alone: bool = False, why: str = "") -> None:
         """Leave at once. The other virtual workers receive a ``failure``, such as an exception that ends the program,
         and end.
@@ -407,7 +388,7 @@ class Group:
                 server ends with it.
         """
         atexit.unregister(self.part)
-        ending = self._uncaught.error
+        ending = lost_workers.uncaught
         failure = failure or (f"{type(ending).__name__}: {ending}" if ending is not None else "")
         if failure and self._handshake.returns:  # the others have long gone on without it
             failure, why = "", why or "unable to come back"
@@ -428,7 +409,7 @@ class Group:
     def _wait_until_all_have_left(self, session: str) -> None:
         """Keep a server that ends with this process, for last calls of other virtual workers and to report a
         failure."""
-        if not self._found.hosts and not (self._stays and self._departures.has_told):
+        if not self._found.hosts and not (self._stays_after_loss and self._departures.has_told):
             return
         began, told, again = time.monotonic(), False, threading.Event()
         while True:

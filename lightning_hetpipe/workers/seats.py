@@ -178,11 +178,10 @@ class FitRecord:
 
 class Returning:
     """This process while it comes back as virtual worker ``index`` and has no seat in the fit. ``launch`` is its client
-    in the session of the launch. The other virtual workers wait ``lease`` seconds for it. ``is_new`` is True for the
-    first process with this seat."""
+    in the session of the launch. ``is_new`` is True for the first process with this seat."""
 
-    def __init__(self, launch: Client, index: int, size: int, lease: float, is_new: bool = False) -> None:
-        self._launch, self._index, self._size, self._lease = launch, index, size, lease
+    def __init__(self, launch: Client, index: int, size: int, is_new: bool) -> None:
+        self._launch, self._index, self._size = launch, index, size
         comes = "comes" if is_new else "comes back"
         say(f"virtual worker {index} {comes} to a run that goes on, and takes part from its next epoch on")
         content = self._recalled(RECORD)
@@ -237,10 +236,6 @@ class Returning:
             raise too_late(self._index)
         return content
 
-    def missed(self) -> SeatMissed:
-        """Make the error of a process that got no seat when it asked for one."""
-        return SeatMissed(self._lease)
-
     def close(self) -> None:
         """Delete the checkpoint."""
         self._file.close()
@@ -271,8 +266,7 @@ class Seats:
         if self._index == 0:
             self._launch, self._session, self._handshake = launch, session, handshake
         elif handshake.returns:
-            lease, is_new = handshake.settings.lease, handshake.is_new
-            self.returning = Returning(launch, self._index, self._size, lease, is_new)
+            self.returning = Returning(launch, self._index, self._size, handshake.is_new)
 
     def close(self) -> None:
         """Delete the checkpoint of a process that comes back."""
