@@ -69,8 +69,10 @@ def find(launch: LaunchSettings) -> FoundHosts | None:
     """Wait for all serving nodes, and return their addresses, or None without such nodes. Raise as :func:`start` does,
     and SettingError if some nodes do not come in time."""
     global _found
+    if (nodes := launch.nodes) is None:
+        return None
     start(launch)
-    if _found is None and (nodes := launch.nodes) is not None:
+    if _found is None:
         if _rendezvous is not None:
             arrived = _rendezvous.everyone(launch.wsp.join_timeout)
         else:

@@ -178,16 +178,6 @@ def refuse_spread(hosts: StageHosts) -> None:
         )
 
 
-def check_host_nodes(hosts: StageHosts, plan: Plan) -> None:
-    """Refuse ``hosts`` for nodes that ``plan`` does not have."""
-    known = [*plan.workers_on_nodes]
-    for node in [each for each in hosts or () if each not in known]:
-        raise SettingError(
-            f"stage_hosts={dict(hosts or {})!r} names {node!r}, which is no node of the plan for {plan.model}, whose"
-            f" nodes are {' and '.join(map(repr, known))}{nearest(node, known)}"
-        )
-
-
 def workers_as_planned(
     virtual_workers: int | WorkerRange, plan: Plan, emulated: bool, hosts: StageHosts, nodes: int
 ) -> list[int]:
@@ -203,7 +193,11 @@ def workers_as_planned(
         SettingError: if ``virtual_workers`` is another number, or this run cannot follow the plan.
     """
     on_nodes = plan.workers_on_nodes
-    check_host_nodes(hosts, plan)
+    for node in [each for each in hosts or () if each not in on_nodes]:
+        raise SettingError(
+            f"stage_hosts={dict(hosts or {})!r} names {node!r}, which is no node of the plan for {plan.model}, whose"
+            f" nodes are {' and '.join(map(repr, on_nodes))}{nearest(node, [*on_nodes])}"
+        )
     leading = [count for count in on_nodes.values() if count]
     found = [len(plan.virtual_workers)] if emulated else leading
     asked = most_workers(virtual_workers)

@@ -19,7 +19,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from lightning_hetpipe.errors import NOTICE_AFTER, say
-from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch import parent_watch, servers
 from lightning_hetpipe.launch.ends import lost_workers
 from lightning_hetpipe.launch.ranks import Role
 from lightning_hetpipe.launch.servers import FoundServers, LaunchSettings
@@ -40,7 +40,6 @@ class Group:
     Args:
         launch: Settings of the launch. Its timeout is the time for which servers may be silent.
         found: Servers, as far as this process knows them.
-        lost: As for a `Client`.
         on_loss: Called for each lost virtual worker as `LostWorkers.note` is, from any thread, in the first remaining
             process of each node.
         on_return: Called for each lost virtual worker once it takes part again.
@@ -50,7 +49,6 @@ class Group:
         self,
         launch: LaunchSettings,
         found: FoundServers,
-        lost: Callable[[], Exception | None] = lambda: None,
         on_loss: Callable[[int, str, str, str], None] = lambda *_: None,
         on_return: Callable[[int], None] = lambda vw: None,
     ) -> None:
@@ -58,18 +56,8 @@ class Group:
         self.index, self.size = rank.index, rank.size
         place = f"node {rank.node}, {platform.node()}" if rank.nodes > 1 else ""
         self._departures = Departures(rank.index, place, on_loss)
-        self._handshake = JoinHandshake(
-            index=rank.index,
-            size=rank.size,
-            found=found,
-            settings=launch.wsp,
-            timeout=launch.timeout,
-            lost=self._is_lost,
-            departed=self._lose,
-            updates_lost=self._departures.tell_of_updates,
-            least=rank.least,
-        )
-        self._servers_lost = lost
+        updates_lost = self._departures.tell_of_updates
+        self._handshake = JoinHandshake(launch, found, self._is_lost, self._lose, updates_lost)
         self._has_taken_part = False  # in an epoch
         self._found = found
         self.interrupted: Callable[[], bool] = lambda: False
@@ -104,7 +92,7 @@ class Group:
     @property
     def settings(self) -> WSPSettings:
         """Settings of the synchronisation."""
-        return self._handshake.settings
+        return self._handshake.launch.wsp
 
     def open(self) -> None:
         """Join the session of the launch, and wait for all virtual workers. The session ends at exit at the latest."""
@@ -135,7 +123,7 @@ class Group:
         """Use the settings of a later Trainer of the program from now on."""
         assert self._launch is not None
         further = launch.wsp.placement != self.settings.placement  # with "local", only one server may have been started
-        self._handshake.settings, self._handshake.timeout = launch.wsp, launch.timeout
+        self._handshake.launch = launch
         self._launch.timeout, self._launch.longest_wait = launch.timeout, self._handshake.longest_wait
         if further:
             self._meet_servers(found)
@@ -289,7 +277,7 @@ class Group:
         child = parent_watch.this_child()
         if child is not None and child.outlasts and not self._has_taken_part and parent_watch.AGAIN in child.variables:
             return too_late(self.index)
-        return self._servers_lost()
+        return servers.lost()
 
     def ends_without_first(self, exception: BaseException) -> bool:
         """Return True if ``exception`` ends a fit because virtual worker 0 is lost, and this is the lowest remaining

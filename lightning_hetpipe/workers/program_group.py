@@ -53,7 +53,7 @@ def meet(launch: LaunchSettings, further: Sequence[str]) -> Group:
         _group.renew(launch, found)
         return _group
     part()
-    _group = Group(launch, found, servers.lost, lost_workers.note, _come_back)
+    _group = Group(launch, found, lost_workers.note, _come_back)
     _group.lose(_ended)
     _group.open()
     return _group

@@ -325,7 +325,7 @@ class Seats:
         if self._launch is None or not checkpoint.stat().st_size:
             return
         self._launch.kept.leave(STATE, checkpoint, readers=vws.values())
-        until, again = time.monotonic() + self._handshake.settings.lease, threading.Event()
+        until, again = time.monotonic() + self._handshake.launch.wsp.lease, threading.Event()
         while time.monotonic() < until:
             check()
             if {*vws} <= {*self._handshake.status_of(self._record.session).get("newcomers", [])}:

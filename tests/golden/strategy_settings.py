@@ -232,7 +232,7 @@ STRATEGY = [
         name="stage_hosts without a plan",
     ),
     case(
-        lambda _: relations.check_host_nodes({"bax": "a:1"}, planned(0, 1)),
+        lambda _: relations.workers_as_planned(1, planned(0, 1), emulated=False, hosts={"bax": "a:1"}, nodes=1),
         "stage_hosts",
         {"bax": "a:1"},
         "'bax'",

@@ -17,6 +17,7 @@ import torch
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.process.server_process import ServerLost
 from lightning_hetpipe.server.process.sessions import Sessions
@@ -49,10 +50,9 @@ def group_of(
     address: str,
     security: Security | None = None,
     timeout: float = PATIENCE,
-    lost: Callable[[], Exception | None] = lambda: None,
 ) -> Group:
     found = FoundServers(address, (address,) if index == 0 else (), security or Security())
-    return Group(launch_of(index, 2, WSPCallback(lease=LEASE).settings, timeout), found, lost)
+    return Group(launch_of(index, 2, WSPCallback(lease=LEASE).settings, timeout), found)
 
 
 class Server:
@@ -267,11 +267,12 @@ def test_who_shows_the_wrong_things_is_told_in_one_sentence(tmp_path: Path) -> N
     close(one, "refused")
 
 
-def test_servers_that_will_not_come_back_end_a_wait() -> None:
+def test_servers_that_will_not_come_back_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ``timeout`` when the one who started the server has given it up."""
     known = iter([None, None])
     given_up = ServerLost("the parameter server has failed 6 times")
-    one = group_of(0, "127.0.0.1:1", timeout=600.0, lost=lambda: next(known, given_up))
+    one = group_of(0, "127.0.0.1:1", timeout=600.0)
+    monkeypatch.setattr(servers, "lost", lambda: next(known, given_up))
     with pytest.raises(ServerLost, match="has failed 6 times"):
         one.open()
     close(one, "ended")
