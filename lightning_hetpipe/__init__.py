@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
     from lightning_hetpipe.planning.plan.document import Plan
     from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
-    from lightning_hetpipe.strategy.wsp_callback import WSPCallback
+    from lightning_hetpipe.strategy.virtual_workers import WSPCallback
 else:
     _MODULES = {
         **dict.fromkeys(("Cluster", "Device", "Link", "Node"), "planning.model.cluster"),
         "Plan": "planning.plan.document",
         "HetPipeStrategy": "strategy.hetpipe_strategy",
-        "WSPCallback": "strategy.wsp_callback",
+        "WSPCallback": "strategy.virtual_workers",
     }
 
     def __getattr__(name: str) -> object:

@@ -169,7 +169,8 @@ class Children:
         ours, childs = parent_watch.pair()
         with childs:
             # With LOCAL_RANK, what a program does before it makes a Trainer is known not to be rank 0's.
-            variables = {"LOCAL_RANK": str(local), **parent_watch.describe(local, self._rank.per_node, childs)}
+            place = f"{local}/{self._rank.per_node}@{childs.fileno()}"
+            variables = {"LOCAL_RANK": str(local), parent_watch.VARIABLE: place}
             descriptors = [childs.fileno()]
             if (pipe := supervision.supervised()) is not None:
                 variables[supervision.VARIABLE] = str(pipe)

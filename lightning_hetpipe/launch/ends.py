@@ -25,20 +25,6 @@ _LAST = -1_000_000
 """Lowest priority at exit of multiprocessing, whose own priorities are -100 to 10."""
 
 
-class Uncaught:
-    """Exception that nobody has caught, and that ends this program. Python stores the last printed exception before the
-    functions at exit run. An exception from before this object was made belongs to an earlier cell of a notebook, or to
-    a test runner. An interactive session goes on after any exception."""
-
-    def __init__(self) -> None:
-        self._before = getattr(sys, "last_value", None)
-
-    @property
-    def error(self) -> BaseException | None:
-        last: BaseException | None = getattr(sys, "last_value", None)
-        return None if last is self._before or hasattr(sys, "ps1") else last
-
-
 class LostWorkers:
     """Virtual workers that this process knows to be lost. Any thread may call it."""
 
@@ -48,7 +34,8 @@ class LostWorkers:
         """Descriptions of lost virtual workers, which the end of the run has still to name."""
         self._exits_with_one = False
         self._failed = 0
-        self._uncaught: Uncaught | None = None
+        self._is_watched = False
+        self._earlier: BaseException | None = None
 
     def note(self, vw: int, who: str, how: str, sentence: str) -> None:
         """Record that virtual worker ``vw`` with the name ``who`` is lost. ``how`` it ended is a text such as "died by
@@ -89,8 +76,13 @@ class LostWorkers:
 
     @property
     def uncaught(self) -> BaseException | None:
-        """Exception that nobody has caught since the first run began, and that ends this program."""
-        return None if self._uncaught is None else self._uncaught.error
+        """Exception that nobody has caught since the last run began, and that ends this program.
+
+        Python stores the last printed exception before the functions at exit run. An exception from before the run
+        belongs to an earlier cell of a notebook, or to a test runner. An interactive session goes on after exceptions.
+        """
+        last: BaseException | None = getattr(sys, "last_value", None)
+        return None if not self._is_watched or last is self._earlier or hasattr(sys, "ps1") else last
 
     @property
     def status(self) -> int:
@@ -100,9 +92,9 @@ class LostWorkers:
     def watch(self) -> None:
         """Begin a run whose lost workers change the exit code. Call this before other functions are registered for the
         exit."""
-        self._failed = 0
-        if self._uncaught is None:
-            self._uncaught = Uncaught()
+        self._failed, self._earlier = 0, getattr(sys, "last_value", None)
+        if not self._is_watched:
+            self._is_watched = True
             atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:

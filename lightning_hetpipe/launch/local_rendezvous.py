@@ -1,9 +1,10 @@
 """Local rendezvous: on one machine, the first process gives its variables to processes that torchrun or a person
 started.
 
-It answers on an abstract UNIX socket, named after the launch. The socket ends with the process, so a later launch finds
-no remains. The kernel tells the user at the other end: other users get nothing, and are not believed. A connection
-stays open until one of its ends has ended, so each process notices the end of the first process at once.
+It answers with one packet on an abstract UNIX socket, named after the launch. The socket ends with the process, so a
+later launch finds no remains. The kernel tells the user at the other end: other users get nothing, and are not
+believed. A connection stays open until one of its ends has ended, so each process notices the end of the first process
+at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lightning_hetpipe.hosts.secured_socket import Door
 from lightning_hetpipe.server.process.signals import close_in_forks
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-_LONGEST = 1 << 16
+_LONGEST = 1 << 16  # bytes of an answer
 _MOST = 1024  # connections at a time
 _AGAIN = 0.1  # seconds between attempts
 
@@ -36,8 +37,8 @@ class LocalRendezvous:
     given the environment variables ``variables``, and the descriptor ``pipe`` if that is not None."""
 
     def __init__(self, launch: str, variables: Mapping[str, str], pipe: int | None = None) -> None:
-        self._content, self._pipe = json.dumps(dict(variables)).encode() + b"\n", pipe
-        listener = socket.socket(socket.AF_UNIX)
+        self._content, self._pipe = json.dumps(dict(variables)).encode(), pipe
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         close_in_forks(listener)
         try:
             listener.bind(_name(launch))
@@ -89,12 +90,14 @@ def ask(launch: str, timeout: float) -> FirstProcess:
     first = f"{first} {launch.rstrip('/')})"
     with notice_if_long(lambda: f"this virtual worker waits for {first}, for up to {timeout:g} s"):
         while True:
-            asking = socket.socket(socket.AF_UNIX)
+            asking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             asking.settimeout(max(_AGAIN, deadline - time.monotonic()))
             with contextlib.suppress(OSError):
                 asking.connect(name)
-                if _user(asking) == os.getuid() and (met := _met(asking, launch)) is not None:
-                    return met
+                if _user(asking) == os.getuid():
+                    said, pipes, _, _ = socket.recv_fds(asking, _LONGEST, 1)
+                    if said:  # else the first process is about to end
+                        return FirstProcess(asking, launch, json.loads(said), pipes[0] if pipes else None)
             asking.close()
             if time.monotonic() > deadline:
                 raise SettingError(
@@ -102,16 +105,6 @@ def ask(launch: str, timeout: float) -> FirstProcess:
                     " with these in its environment, or set a longer timeout"
                 )
             gone.wait(_AGAIN)
-
-
-def _met(asking: socket.socket, launch: str) -> FirstProcess | None:
-    """Return the first process of ``launch``, connected by ``asking``, or None if it is about to end."""
-    said, pipes, _, _ = socket.recv_fds(asking, 4096, 1)
-    while not said.endswith(b"\n") and len(said) < _LONGEST:
-        if not (part := asking.recv(4096)):
-            return None
-        said += part
-    return FirstProcess(asking, launch, json.loads(said), pipes[0] if pipes else None)
 
 
 def _name(launch: str) -> str:

@@ -13,8 +13,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning.fabric.plugins import ClusterEnvironment
-
 from lightning_hetpipe.errors import SettingError, say
 from lightning_hetpipe.hosts import host_server
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
@@ -22,27 +20,12 @@ from lightning_hetpipe.hosts.secured_socket import check_names
 from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.ends import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role
-from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.launch.servers import LaunchSettings, ServingNodes
 from lightning_hetpipe.server.process.signals import INTERRUPTED, TERMINATED
 from lightning_hetpipe.server.transport.security import Security, joined, split
 
 HOST_PORT = 2
 """Distance of the port of a node's hosts from the port of its server, if HETPIPE_PORT sets the latter."""
-
-
-@dataclass(frozen=True)
-class ServingNodes:
-    """Nodes of a plan, some of which serve stages of virtual workers that other nodes lead.
-
-    Attributes:
-        names: Names of all nodes, by NODE_RANK.
-        stages: Descriptions of the served stages, by the names of the serving nodes.
-        plan: Checksum of the plan.
-    """
-
-    names: tuple[str, ...]
-    stages: Mapping[str, str]
-    plan: str
 
 
 @dataclass(frozen=True)
@@ -62,16 +45,18 @@ _rendezvous: HostRendezvous | None = None
 _found: FoundHosts | None = None
 
 
-def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, nodes: ServingNodes) -> None:
-    """Start what this process's node serves, and on node 0 the meeting of all nodes, unless done. ``servers.stop`` ends
-    them. Raise SettingError if an address cannot be used, or would be open to strangers."""
+def start(launch: LaunchSettings) -> None:
+    """Start what this process's node serves, and on node 0 the meeting of all nodes, unless done or without serving
+    nodes. ``servers.stop`` ends them. Raise SettingError if an address cannot be used, or would be open to
+    strangers."""
     global _own, _rendezvous
-    if _own is not None:
+    rank, nodes = launch.rank, launch.nodes
+    if _own is not None or nodes is None:
         return
-    coordinator, security = servers.over_nodes(rank, environment, wsp.security.from_environment())
+    coordinator, security = servers.over_nodes(launch)
     server, is_virtual_worker = "", rank.role is not Role.HOST
-    if not is_virtual_worker and rank.local == 0 and rank.size > 1 and wsp.servers is None:
-        servers.start(rank, environment, wsp, everywhere=True)
+    if not is_virtual_worker and rank.local == 0 and rank.size > 1 and launch.wsp.servers is None:
+        servers.start(launch)
         server = servers.own_address()
     _own = Arrival(rank.node, nodes.plan, _host(rank, coordinator, security, nodes), server, not is_virtual_worker)
     servers.until_end(_end)
@@ -80,19 +65,19 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, nodes: 
         _rendezvous = HostRendezvous(_meeting(coordinator), security, _own, serving).__enter__()
 
 
-def find(
-    rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, nodes: ServingNodes
-) -> FoundHosts:
-    """Wait for all serving nodes, and return their addresses. Raise as :func:`start` does, and SettingError if some
-    nodes do not come in time. Node 0 may not answer for ``timeout`` seconds."""
+def find(launch: LaunchSettings) -> FoundHosts | None:
+    """Wait for all serving nodes, and return their addresses, or None without such nodes. Raise as :func:`start` does,
+    and SettingError if some nodes do not come in time."""
     global _found
-    start(rank, environment, wsp, nodes)
+    if (nodes := launch.nodes) is None:
+        return None
+    start(launch)
     if _found is None:
         if _rendezvous is not None:
-            arrived = _rendezvous.everyone(wsp.join_timeout)
+            arrived = _rendezvous.everyone(launch.wsp.join_timeout)
         else:
-            with _at_node_0(rank, environment, wsp, timeout) as meeting:
-                arrived = meeting.everyone(wsp.join_timeout)
+            with _at_node_0(launch) as meeting:
+                arrived = meeting.everyone(launch.wsp.join_timeout)
         _found = FoundHosts(
             {nodes.names[each.node]: each.host for each in arrived},
             tuple(each.server for each in arrived if each.server),
@@ -100,15 +85,17 @@ def find(
     return _found
 
 
-def serve(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, nodes: ServingNodes) -> int:
+def serve(launch: LaunchSettings) -> int:
     """Serve until node 0 has ended. Return its exit code, or 1 if it ended without one. Raises as :func:`find` does."""
-    name = nodes.names[rank.node]
+    node, nodes = launch.rank.node, launch.nodes
+    assert nodes is not None
+    name = nodes.names[node]
     try:
-        start(rank, environment, wsp, nodes)
-        with _at_node_0(rank, environment, wsp, timeout) as meeting:
-            meeting.everyone(wsp.join_timeout)
+        start(launch)
+        with _at_node_0(launch) as meeting:
+            meeting.everyone(launch.wsp.join_timeout)
             if _own is not None and _own.host:
-                say(f"this is {name} (NODE_RANK={rank.node}) of the plan, and serves {nodes.stages[name]}")
+                say(f"this is {name} (NODE_RANK={node}) of the plan, and serves {nodes.stages[name]}")
             status = meeting.status()
     finally:
         servers.stop()
@@ -149,11 +136,11 @@ def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes)
     return server.address
 
 
-def _at_node_0(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float) -> Meeting:
+def _at_node_0(launch: LaunchSettings) -> Meeting:
     """Come to node 0, at which all nodes meet."""
-    coordinator, security = servers.over_nodes(rank, environment, wsp.security.from_environment())
+    coordinator, security = servers.over_nodes(launch)
     assert _own is not None
-    return Meeting(_meeting(coordinator), security, _own, timeout)
+    return Meeting(_meeting(coordinator), security, _own, launch.timeout)
 
 
 def _meeting(coordinator: str) -> str:

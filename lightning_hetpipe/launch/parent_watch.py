@@ -129,11 +129,6 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return ours, childs
 
 
-def describe(local: int, per_node: int, end: socket.socket) -> dict[str, str]:
-    """Return the environment variable for a child that inherits ``end``."""
-    return {VARIABLE: f"{local}/{per_node}@{end.fileno()}"}
-
-
 def named(error: BaseException) -> str:
     """Return a text by which several processes recognise the same error."""
     return f"{type(error).__name__}: {error}"[:LONGEST]

@@ -51,6 +51,41 @@ PORT = "HETPIPE_PORT"
 
 
 @dataclass(frozen=True)
+class ServingNodes:
+    """Nodes of a plan, some of which serve stages of virtual workers that other nodes lead.
+
+    Attributes:
+        names: Names of all nodes, by NODE_RANK.
+        stages: Descriptions of the served stages, by the names of the serving nodes.
+        plan: Checksum of the plan.
+    """
+
+    names: tuple[str, ...]
+    stages: Mapping[str, str]
+    plan: str
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """Settings of a launch, as one process has them.
+
+    Attributes:
+        timeout: Seconds in which the first process of a machine, and node 0, must answer.
+        nodes: Nodes of the plan if some of them serve stages of virtual workers that other nodes lead, else None.
+    """
+
+    rank: Rank
+    environment: ClusterEnvironment
+    wsp: WSPSettings
+    timeout: float
+    nodes: ServingNodes | None = None
+
+    @property
+    def security(self) -> Security:
+        return self.wsp.security.from_environment()
+
+
+@dataclass(frozen=True)
 class FoundServers:
     """Servers, as far as one process knows them.
 
@@ -82,47 +117,44 @@ _OWN_LAUNCH = secrets.token_hex(8)
 """Launch id of our own launcher's processes."""
 
 
-def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, *, everywhere: bool = False) -> dict[str, str]:
+def start(launch: LaunchSettings) -> dict[str, str]:
     """Start this node's server if this first process has to, unless it runs. Return variables for other processes.
-    With ``everywhere``, each node has a server even if ``placement="local"``. Raise SettingError if the server cannot
-    listen at its address, or would be open to strangers."""
+    Raise SettingError if the server cannot listen at its address, or would be open to strangers."""
+    rank, wsp = launch.rank, launch.wsp
     if wsp.servers is not None:
         return {} if rank.size > rank.per_node else {LAUNCH: _OWN_LAUNCH}
     if rank.nodes > 1:
-        coordinator, security = over_nodes(rank, environment, wsp.security.from_environment())
+        coordinator, security = over_nodes(launch)
         port = coordinator.rpartition(":")[2] if rank.index == 0 else os.environ.get(PORT, "0")
-        if rank.local == 0 and (rank.index == 0 or wsp.placement != "local" or everywhere):
+        if rank.local == 0 and (rank.index == 0 or wsp.placement != "local" or launch.nodes is not None):
             _serve(joined(host_of_node(rank, coordinator), int(port)), security, wsp.lease)
         return {COORDINATOR: coordinator, TOKEN: security.token or ""}
     # With the user's token, `hetpipe-server status` can ask. Otherwise the server makes a token that nobody knows.
-    server = _serve(ANY, Security(token=wsp.security.from_environment().token), wsp.lease)
+    server = _serve(ANY, Security(token=launch.security.token), wsp.lease)
     return {COORDINATOR: server.address, TOKEN: server.security.token or ""}
 
 
-def find(
-    rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, further: Sequence[str] | None = None
-) -> FoundServers:
-    """Find the servers. The node's first VW starts its node's server, as :func:`start` does. Wait ``timeout`` seconds
-    for its answer. ``further`` are servers of nodes without a virtual worker, or None if each virtual worker has all
-    stages on one node. Raise as :func:`start` does, and SettingError if an environment variable is missing."""
-    given = wsp.security.from_environment()
+def find(launch: LaunchSettings, further: Sequence[str] = ()) -> FoundServers:
+    """Find the servers. The node's first VW starts its node's server, as :func:`start` does. ``further`` are servers of
+    nodes without a virtual worker. Raise as :func:`start` does, and SettingError if an environment variable is
+    missing."""
+    rank, wsp, given = launch.rank, launch.wsp, launch.security
     if wsp.servers is not None:
         known = wsp.servers if rank.index == 0 else ()
-        launch = _launch_at_servers(rank, environment)
-        hosts = further is not None and rank.index == 0
-        return FoundServers(wsp.servers[0], known, given, hosts, launch, rank.of_nodes)
+        hosts = launch.nodes is not None and rank.index == 0
+        return FoundServers(wsp.servers[0], known, given, hosts, _launch_at_servers(launch), rank.of_nodes)
     if rank.local == 0 or rank.nodes > 1:
-        variables: Mapping[str, str] = start(rank, environment, wsp, everywhere=further is not None)
+        variables: Mapping[str, str] = start(launch)
         if rank.nodes == 1:
-            _be_met(rank, environment, variables)
+            _be_met(launch, variables)
     elif rank.role is Role.CHILD:
         variables = parent_watch.launcher_variables()
     else:
-        variables = _meet_first(environment, timeout).variables
+        variables = _meet_first(launch).variables
     security = replace(given if rank.nodes > 1 else Security(), token=variables[TOKEN])
     known = (own_address(),) if own_address() and rank.local == 0 else ()
     if rank.index == 0:
-        known = (*known, *(further or ()))
+        known = (*known, *further)
     hosts = bool(known) and (rank.nodes > 1 or rank.role is Role.EXTERNAL or rank.has_room)
     return FoundServers(variables[COORDINATOR], known, security, hosts, of_nodes=rank.of_nodes)
 
@@ -153,10 +185,6 @@ def resumed_from() -> Path | None:
 def until_end(close: Callable[[], object]) -> None:
     """Let :func:`stop` call ``close``. This process calls :func:`stop` when it exits at the latest."""
     _undo.callback(close)
-    _stop_at_exit()
-
-
-def _stop_at_exit() -> None:
     atexit.unregister(stop)
     atexit.register(stop)
 
@@ -177,7 +205,7 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
         )
         server = Supervisor(process)
         try:
-            _undo.enter_context(server)
+            server.__enter__()
         except SettingError as error:
             if address == ANY:
                 raise
@@ -188,7 +216,7 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
                 f" ({error})"
             ) from None
         _server = server
-        _stop_at_exit()
+        until_end(server.__exit__)
         ask = f"hetpipe-server status address={process.address}"
         known = os.environ.get(TOKEN) == process.security.token
         rank_zero_info(
@@ -198,37 +226,41 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
     return _server.server
 
 
-def _launch_at_servers(rank: Rank, environment: ClusterEnvironment) -> str:
+def _launch_at_servers(launch: LaunchSettings) -> str:
     """Return the launch id, which is equal in all processes of a launch, for any starter."""
+    rank, environment = launch.rank, launch.environment
     if rank.size == rank.started and rank.role is not Role.EXTERNAL:
         return parent_watch.launcher_variables().get(LAUNCH, "") if rank.role is Role.CHILD else _OWN_LAUNCH
     if isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return ""  # nobody needs a launch id if all servers are named
+    # Without SLURM's step: each node may have its own.
     return f"{environment.main_address}:{environment.main_port}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
-def _be_met(rank: Rank, environment: ClusterEnvironment, variables: Mapping[str, str]) -> None:
+def _be_met(launch: LaunchSettings, variables: Mapping[str, str]) -> None:
     """Let processes come to this node's first process that this has not started, unless none can."""
     global _rendezvous
+    rank = launch.rank
     # A lost process may be started again by hand, if it can know the launch's name.
     is_named = sys.platform == "linux" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     may_come = rank.role is Role.EXTERNAL or rank.has_room or (rank.per_node > 1 and is_named)
     if _rendezvous is None and may_come:
         told = {**variables, RESUMED: supervision.resumed_from()}
-        _rendezvous = LocalRendezvous(_launch_of(environment), told, supervision.supervised())
+        _rendezvous = LocalRendezvous(_launch_of(launch.environment), told, supervision.supervised())
         _undo.callback(_rendezvous.close)
         if rank.has_room:
             free = " or ".join(f"LOCAL_RANK={local}" for local in range(rank.started, rank.per_node)[:3])
             rank_zero_info(
                 f"More virtual workers may come: start this command with {free}, and MASTER_ADDR and MASTER_PORT as"
-                f" here ({_launch_of(environment).rstrip('/')})"
+                f" here ({_launch_of(launch.environment).rstrip('/')})"
             )
 
 
-def _meet_first(environment: ClusterEnvironment, timeout: float) -> FirstProcess:
+def _meet_first(launch: LaunchSettings) -> FirstProcess:
     global _first
-    if _first is None or _first.launch != _launch_of(environment):
-        _first = local_rendezvous.ask(_launch_of(environment), timeout)
+    name = _launch_of(launch.environment)
+    if _first is None or _first.launch != name:
+        _first = local_rendezvous.ask(name, launch.timeout)
         _undo.callback(_first.close)
         if _first.pipe is not None:
             supervision.tell(_first.pipe)
@@ -256,10 +288,11 @@ def host_of_node(rank: Rank, coordinator: str) -> str:
     return own
 
 
-def over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) -> tuple[str, Security]:
-    """Return the coordinator's address, and ``security``. Raise SettingError if ``security`` does not suffice for
+def over_nodes(launch: LaunchSettings) -> tuple[str, Security]:
+    """Return the coordinator's address, and the security of connections. Raise SettingError if it does not suffice for
     several nodes, or if an environment variable is missing."""
-    host, port = _main(environment, f"num_nodes={rank.nodes}")
+    rank, security = launch.rank, launch.security
+    host, port = _main(launch.environment, f"num_nodes={rank.nodes}")
     if PORT in os.environ:
         if not os.environ[PORT].isdecimal() or not 0 < int(os.environ[PORT]) < 1 << 16:
             raise SettingError(f"{PORT}={os.environ[PORT]} must be a port, 1 to 65535, that is free on every node")
@@ -281,9 +314,9 @@ def over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) 
             " make them), or, on a network that you trust, WSPCallback(security={'insecure': True}), on the command"
             " line strategy.wsp.security.insecure=true"
         )
-    if rank.index == 0 and is_loopback(_address_of(host)):
+    if rank.index == 0 and is_loopback(address := str(_resolved(host, 0)[1][0])):
         raise SettingError(
-            f"MASTER_ADDR={host} means {_address_of(host)} on node 0, which other nodes cannot reach; set MASTER_ADDR"
+            f"MASTER_ADDR={host} means {address} on node 0, which other nodes cannot reach; set MASTER_ADDR"
             " to node 0's address in the network, on every node"
         )
     return coordinator, security
@@ -316,10 +349,6 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
             f"MASTER_ADDR={host} is not known on this node ({error.strerror}); give node 0's address in the network"
         ) from None
     return family, address
-
-
-def _address_of(host: str) -> str:
-    return str(_resolved(host, 0)[1][0])
 
 
 def _launch_of(environment: ClusterEnvironment) -> str:

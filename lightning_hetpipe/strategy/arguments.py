@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
-    from lightning_hetpipe.strategy.wsp_callback import WSPCallback
+    from lightning_hetpipe.strategy.virtual_workers import WSPCallback
 
 LONGEST = 2000
 """Largest number of minibatches in a timeline. Their trace has about 20 MB, which a viewer still opens at ease."""

@@ -43,14 +43,13 @@ from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.look_ahead import ReadyBatch
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.settings import read, seconds
-from lightning_hetpipe.strategy import compile_setting, meta_weights, recorded_init, relations
+from lightning_hetpipe.strategy import meta_weights, recorded_init, relations
 from lightning_hetpipe.strategy.arguments import LONGEST, HetPipeArguments
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
-from lightning_hetpipe.strategy.planned_devices import PlannedDevices
-from lightning_hetpipe.strategy.saved_states import LAST_CHANGES, note
-from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
+from lightning_hetpipe.strategy.planned_devices import PlannedDevices, check_compile
+from lightning_hetpipe.strategy.shared_checkpoints import LAST_CHANGES, SharedCheckpoints, note
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
-from lightning_hetpipe.strategy.wsp_callback import WSPCallback as WSPCallback
+from lightning_hetpipe.strategy.virtual_workers import WSPCallback as WSPCallback  # for HetPipeArguments's hints
 from lightning_hetpipe.workers import collectives
 from lightning_hetpipe.workers.shared_data import InjectedRank
 
@@ -179,10 +178,6 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         """Settings of a run that a subclass replaces."""
         self._before_pass: BeforePass | None = None
         self._undo = ExitStack()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
     # This process. Lightning's *rank* is the virtual worker.
 
@@ -452,7 +447,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         if wanted.is_spread:
             relations.refuse_spread(self.stage_hosts)
         if self.compile is not None:
-            compile_setting.check(self.compile, self._devices.usable())
+            check_compile(self.compile, self._devices.usable())
 
     def _in_flight_now(self) -> int:
         return 1 if self._run.pipeline is None else self._run.pipeline.in_flight

@@ -60,7 +60,9 @@ def _reset(module: nn.Module, seed: int) -> None:
     made = _Made(module)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(seed)
-        for part in _children_first(module):
+        parts: dict[nn.Module, None] = {}  # each once, in the order in which constructors end
+        module.apply(parts.setdefault)
+        for part in parts:
             made.reset(part)
     empty = {id(tensor) for tensor in made.empty()}
     try:
@@ -150,20 +152,6 @@ def _named(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tenso
 
 def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
     return [*module.parameters(recurse), *module.buffers(recurse)]
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module`` and all modules in it, each once, in the order in which constructors end."""
-    seen: set[nn.Module] = set()
-
-    def walk(part: nn.Module) -> Iterator[nn.Module]:
-        for child in part.children():
-            if child not in seen:
-                yield from walk(child)
-        seen.add(part)
-        yield part
-
-    return walk(module)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,9 +1,12 @@
-"""Plan, stages and devices of this virtual worker, until it is decided which layers are on which stage."""
+"""Plan, stages and devices of this virtual worker, until it is decided which layers are on which stage.
+
+The settings ``stage_hosts`` and ``compile`` are checked here, too, because both need the devices of stages.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -13,6 +16,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.emulation import Emulation
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.ranks import Role, devices_of
 from lightning_hetpipe.pipeline.memory import held
 from lightning_hetpipe.placement import progress
@@ -27,11 +31,14 @@ from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.planning.search.spread_plan import FROZEN
 from lightning_hetpipe.rules.versions import POLICIES, STASH
 from lightning_hetpipe.run.around_step import Correction
-from lightning_hetpipe.run.run_settings import RunSettings, trains_frozen_later
+from lightning_hetpipe.run.run_settings import RunSettings, StageElsewhere, trains_frozen_later
 from lightning_hetpipe.run.stale_gradients import automatic_policy, is_clipped
-from lightning_hetpipe.strategy import compile_setting, host_setting, relations
+from lightning_hetpipe.strategy import relations
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
+from lightning_hetpipe.torch_private.graphs import cpp_compiler_error, inductor_modes, inductor_options_error
 from lightning_hetpipe.workers.weight_copies import copies_kept
+
+_INDUCTOR = "inductor"
 
 
 class PlannedDevices:
@@ -49,7 +56,7 @@ class PlannedDevices:
             given.stages = 1 + max(self.split)
         self._stages = relations.stage_counts(given.stages, count)
         self.in_flight, self.recompute = given.in_flight, given.recompute
-        self.compile = compile_setting.options(given.compile)
+        self.compile = compile_options(given.compile)
         self.plan_name = f"<for {given.plan.model}>" if isinstance(given.plan, Plan) else str(given.plan)
         if plan is not None:
             self._stages = relations.stages_as_planned(self._stages, plan)
@@ -59,8 +66,6 @@ class PlannedDevices:
             relations.check_cluster(relations.most_workers(workers.asked))
         relations.check_given(given, plan, self.has_groups)
         self.emulation = Emulation(())
-        self.choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]] = self._split_points
-        """Function of the layers' seconds and k that returns the first layer of each stage. Tests replace it."""
 
     @property
     def has_groups(self) -> bool:
@@ -84,7 +89,8 @@ class PlannedDevices:
         if self.workers.cluster is not None and self.workers.plan is None:
             relations.check_cluster(self.workers.rank.size)
 
-    def _split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
+    def choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
+        """Return the first layer of each stage, given the layers' seconds and k."""
         plan = self.own_plan
         if plan is not None and len(times) == len(plan.layers):  # evaluation outside of a fit
             return tuple(stage.first_layer for stage in plan.virtual_workers[0].stages)
@@ -174,7 +180,7 @@ class PlannedDevices:
             compile=self.compile,
             virtual_worker=rank.index,
             virtual_workers=rank.size,
-            elsewhere=host_setting.stages_elsewhere(plan, hosts, placement.emulated),
+            elsewhere=stages_elsewhere(plan, hosts, placement.emulated),
             has_groups=self.has_groups,
             waited_in=self.workers.waited_in,
             security=self.workers.settings().security.from_environment(),
@@ -206,3 +212,75 @@ class PlannedDevices:
             copies=0.0 if group is None else copies_kept(group.settings.update_dtype),
             split=self.split,
         )
+
+
+def stages_elsewhere(plan: Plan | None, hosts: relations.StageHosts, emulated: bool) -> dict[int, StageElsewhere]:
+    """Return, by number, the stages of one virtual worker that are not on the node of its last stage.
+
+    If devices are ``emulated``, stages of nodes without a host stay in this process, and hosts use their CPUs. Raise
+    SettingError if there are hosts, but no plan.
+    """
+    if hosts is None:
+        return {}
+    if plan is None:
+        raise SettingError(
+            f"stage_hosts={dict(hosts)!r} names hosts for the nodes of a plan, and there is none; give plan, too"
+        )
+    found, (worker,) = dict[int, StageElsewhere](), plan.virtual_workers
+    for number, stage in enumerate(worker.stages):
+        if stage.node != worker.leader and (not emulated or stage.node in hosts):
+            devices = [] if emulated or stage.device_name == "cpu" else [stage, *stage.group]
+            accelerators = [(each.device_number, each.device_name) for each in devices]
+            found[number] = StageElsewhere(hosts[stage.node], stage.node, accelerators)
+    return found
+
+
+def compile_options(value: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return torch.compile's arguments for ``compile=value``, or None to compile nothing."""
+    if isinstance(value, bool):
+        return {} if value else None
+    if isinstance(value, str):
+        return {"backend": value}
+    return {name: dict(given) if isinstance(given, Mapping) else given for name, given in value.items()}
+
+
+def check_compile(options: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
+    """Refuse arguments that torch.compile would refuse in the middle of training, and CUDA graphs."""
+    backend, mode, further = options.get("backend", _INDUCTOR), options.get("mode"), options.get("options")
+    if not callable(backend) and backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise SettingError(
+            f"compile={backend!r} is no backend of torch.compile here; name one of {', '.join(sorted(known))}, or set"
+            " compile=True"
+        )
+    if options.get("dynamic") not in (None, True, False):
+        raise SettingError(f"compile's dynamic={options['dynamic']!r} must be True, False or None")
+    if further is not None and not isinstance(further, Mapping):
+        raise SettingError(f"compile's options={further!r} must be a dictionary")
+    if backend == "cudagraphs":
+        raise _cuda_graphs(options)
+    if backend != _INDUCTOR:
+        if mode is not None:
+            raise SettingError(f"compile's mode={mode!r} is inductor's, and the backend is {backend!r}; leave it out")
+        return
+    modes = inductor_modes()
+    if mode is not None and mode not in modes:
+        raise SettingError(f"compile's mode={mode!r} is none of torch.compile's; set one of {', '.join(modes)}")
+    if {**modes.get(mode or "default", {}), **(further or {})}.get("triton.cudagraphs"):
+        raise _cuda_graphs(options)
+    if further and (reason := inductor_options_error(further)) is not None:
+        raise SettingError(
+            f"compile's options={dict(further)!r} are not inductor's: {reason}; leave that out, or give one that"
+            " torch._inductor.list_options() names"
+        )
+    if any(device.type == "cpu" for device in devices) and (reason := cpp_compiler_error()) is not None:
+        raise SettingError(
+            f"compile=True needs a C++ compiler for stages on the CPU, and torch finds none ({reason}); install g++,"
+            " name one in the environment variable CXX, or leave compile out"
+        )
+
+
+def _cuda_graphs(options: Mapping[str, Any]) -> SettingError:
+    return SettingError(
+        f"compile={dict(options)!r} uses CUDA graphs, whose results the next minibatch overwrites, and a pipeline has"
+        " several in flight; set mode='max-autotune-no-cudagraphs', or leave it out"
+    )

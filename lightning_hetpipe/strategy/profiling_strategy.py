@@ -44,21 +44,15 @@ class ProfilingStrategy(HetPipeStrategy):
     Args:
         cache: Cache of earlier measurements, which gets the new ones, or None.
         bar: Progress bar of the measuring.
-        module, timeout: As ``HetPipeStrategy``'s.
         widths: Whether to measure parts of layers as well, for groups of devices that divide layers.
+        settings: Settings of the ``HetPipeStrategy``, such as ``module`` and ``timeout``.
     """
 
     def __init__(
-        self,
-        cache: ProfileCache | None = None,
-        bar: Bar = hidden,
-        module: str | Sequence[str] | None = None,
-        timeout: float = 300.0,
-        widths: bool = False,
-        **lightnings: Any,
+        self, cache: ProfileCache | None = None, bar: Bar = hidden, widths: bool = False, **settings: Any
     ) -> None:
         # With two minibatches in flight, the strategy watches the first minibatch, as for a pipeline.
-        super().__init__(stages=1, in_flight=2, module=module, timeout=timeout, **lightnings)
+        super().__init__(stages=1, in_flight=2, **settings)
         self.found: Profiled | None = None
         self._cache, self._bar, self._widths = cache, bar, widths
         self._overrides |= {"decide": self._measure, "has_groups": widths}

@@ -21,23 +21,14 @@ _STRATEGIES = "lightning.pytorch.strategies"
 
 def register() -> None:
     """Register the strategy now if Lightning is loaded, or else once Lightning's registry is loaded."""
-    if _STRATEGIES not in sys.modules:
+    if _STRATEGIES in sys.modules:
+        _add_to(sys.modules[_STRATEGIES])
+    else:
         sys.meta_path.insert(0, _OnImport())
-        return
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
-
-    _be_misconfigurations()
-    if _NAME not in StrategyRegistry:
-        HetPipeStrategy.register_strategies(StrategyRegistry)
 
 
 class _OnImport:
-    """Finder on ``sys.meta_path`` that registers the strategy right after Lightning's registry is made.
-
-    Lightning is only half imported at this point. So it registers a function that loads the strategy when called.
-    """
+    """Finder on ``sys.meta_path`` that registers the strategy right after Lightning's registry is made."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _STRATEGIES:
@@ -54,23 +45,25 @@ class _OnImport:
         def exec_module(module: ModuleType) -> None:
             execute(module)
             sys.meta_path.remove(self)
-            _be_misconfigurations()
-            if _NAME not in module.StrategyRegistry:
-                module.StrategyRegistry.register(_NAME, _made)
+            _add_to(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _add_to(strategies: ModuleType) -> None:
+    """Register a function that loads the strategy when called, because Lightning may be only half imported now. Add
+    Lightning's exception to the bases of SettingError, whose own module must not load Lightning."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    if not issubclass(SettingError, MisconfigurationException):
+        SettingError.__bases__ += (MisconfigurationException,)
+    if _NAME not in strategies.StrategyRegistry:
+        what = "Trains one LightningModule as a pipeline over devices that need not match, exactly."
+        strategies.StrategyRegistry.register(_NAME, _made, what)
 
 
 def _made(**arguments: Any) -> HetPipeStrategy:
     from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
 
     return HetPipeStrategy(**arguments)
-
-
-def _be_misconfigurations() -> None:
-    """Add Lightning's exception to the bases of SettingError, whose own module must not load Lightning."""
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-    if not issubclass(SettingError, MisconfigurationException):
-        SettingError.__bases__ += (MisconfigurationException,)

@@ -6,7 +6,7 @@ Each setting by itself is declared in ``strategy/arguments.py``. This module loa
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
@@ -21,9 +21,10 @@ from lightning_hetpipe.rules.waves import whole_steps
 if TYPE_CHECKING:
     from lightning_hetpipe.launch.ranks import Rank, WorkerRange
     from lightning_hetpipe.strategy.arguments import Stages
-    from lightning_hetpipe.strategy.host_setting import StageHosts
 
 T = TypeVar("T")
+StageHosts = Mapping[str, str] | None
+"""Address of a host by name of a plan's node, or None without hosts."""
 
 
 def plan(value: Plan | str | os.PathLike[str] | None) -> Plan | None:
@@ -177,16 +178,6 @@ def refuse_spread(hosts: StageHosts) -> None:
         )
 
 
-def check_host_nodes(hosts: StageHosts, plan: Plan) -> None:
-    """Refuse ``hosts`` for nodes that ``plan`` does not have."""
-    known = [*plan.workers_on_nodes]
-    for node in [each for each in hosts or () if each not in known]:
-        raise SettingError(
-            f"stage_hosts={dict(hosts or {})!r} names {node!r}, which is no node of the plan for {plan.model}, whose"
-            f" nodes are {' and '.join(map(repr, known))}{nearest(node, known)}"
-        )
-
-
 def workers_as_planned(
     virtual_workers: int | WorkerRange, plan: Plan, emulated: bool, hosts: StageHosts, nodes: int
 ) -> list[int]:
@@ -201,10 +192,12 @@ def workers_as_planned(
     Raises:
         SettingError: if ``virtual_workers`` is another number, or this run cannot follow the plan.
     """
-    from lightning_hetpipe.strategy.host_setting import serving_nodes  # with Lightning
-
     on_nodes = plan.workers_on_nodes
-    check_host_nodes(hosts, plan)
+    for node in [each for each in hosts or () if each not in on_nodes]:
+        raise SettingError(
+            f"stage_hosts={dict(hosts or {})!r} names {node!r}, which is no node of the plan for {plan.model}, whose"
+            f" nodes are {' and '.join(map(repr, on_nodes))}{nearest(node, [*on_nodes])}"
+        )
     leading = [count for count in on_nodes.values() if count]
     found = [len(plan.virtual_workers)] if emulated else leading
     asked = most_workers(virtual_workers)
@@ -237,7 +230,7 @@ def workers_as_planned(
             f"the plan for {plan.model} has its virtual workers on {', '.join(order)}, in this order; list those of one"
             " node one after another"
         )
-    return found if serving_nodes(plan, emulated, hosts) is None else [*on_nodes.values()]
+    return [*on_nodes.values()] if hosts is None and any(map(plan.served, on_nodes)) else found
 
 
 def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:

@@ -20,9 +20,9 @@ from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
 from lightning_hetpipe.launch.ends import REASON, ToldToEnd
 from lightning_hetpipe.launch.launcher import Launcher, WasLeftOut, check_processes
-from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, WorkerRange, announce, count_nodes, find_rank
+from lightning_hetpipe.launch.servers import LaunchSettings, ServingNodes
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import callbacks_of, recount_batches, train_loaders
 from lightning_hetpipe.planning.model.cluster import Cluster
@@ -31,17 +31,54 @@ from lightning_hetpipe.rules.waves import whole_steps
 from lightning_hetpipe.run.together import check_returning
 from lightning_hetpipe.server.process.signals import TERMINATED
 from lightning_hetpipe.settings import seconds
-from lightning_hetpipe.strategy import host_setting, relations
-from lightning_hetpipe.strategy.wsp_callback import WSPCallback
+from lightning_hetpipe.strategy import relations
+from lightning_hetpipe.strategy.arguments import WSPArguments
 from lightning_hetpipe.workers import collectives, program_group
 from lightning_hetpipe.workers.shared_data import Shares, deal_among, let_be_long
-from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
 
 T = TypeVar("T")
+
+
+class WSPCallback(WSPArguments, L.Callback):
+    """Settings of the synchronisation of virtual workers; given to the Trainer as a callback, or to the strategy.
+
+    The synchronisation is Wave Synchronous Parallel (HetPipe, section 5).
+
+    Args:
+        clock_distance: D, the number of waves that a virtual worker may be ahead of the slowest one. None is the
+            plan's, or 0.
+        wave: W, minibatches per wave. "auto" is the plan's, or Nm.
+        shares: Minibatches per wave of each virtual worker, in proportion to which each epoch is dealt
+            (docs/virtual-workers.md#unequal-virtual-workers). "auto" measures their rates in each epoch, and ``wave``
+            is the shortest wave. None is the plan's unless ``wave`` is set, or "equal".
+        aggregate: "sum" adds the updates of virtual workers (the paper's rule, which acts like an N times larger
+            learning rate), "mean" their mean.
+        update_dtype: Dtype in which updates travel; "bfloat16" halves them. The rounding error is added to the next
+            update. None is the dtype of each parameter.
+        servers: Addresses of running ``hetpipe-server``s; by default each machine starts one.
+        placement: Server of each parameter: "size" balances their bytes, "round_robin" deals parameters out in turn.
+            "local" leaves each parameter beside virtual worker 0's stage that has it, which is the first machine's
+            server unless its stages are on several machines. With "local", weights survive without other machines, but
+            one link may carry everything. None is the plan's, or "size".
+        security: Certificates and token of the servers (docs/several-machines.md#secrets). What is left out comes from
+            the environment variables ``HETPIPE_*``.
+        lease: Time that a virtual worker may be silent before the others go on without it.
+        end_timeout: Time that the first process of a machine, at its end, waits for the programs of other virtual
+            workers. Then it ends the programs that it has started, and exits with 1. None waits as long as they run.
+        join_timeout: Time that virtual workers wait, at the start and at the start of each fit, for one that has not
+            come. Then all end, and the error says who is missing.
+        restarts: Times that a virtual worker whose process ends in the middle of a run is started again, by the process
+            that started it. It comes back when the next epoch begins (docs/virtual-workers.md#coming-back). Under
+            ``hetpipe-train`` on one machine it counts for the run as well, which is started again from its newest
+            checkpoint if virtual worker 0 is lost (docs/virtual-workers.md#when-virtual-worker-0-is-lost).
+
+    Raises:
+        SettingError: one sentence that names the setting, its value and the way out.
+    """
 
 
 class VirtualWorkers:
@@ -56,7 +93,7 @@ class VirtualWorkers:
         self.asked: int | WorkerRange = each if isinstance(each, int) else WorkerRange(*each)
         self.wsp: WSPCallback | None = given.wsp
         self.timeout, self.plan, self._in_flight = seconds(given.timeout), plan, in_flight
-        self.hosts: host_setting.StageHosts = hosts and {str(node): address for node, address in hosts.items()}
+        self.hosts: relations.StageHosts = hosts and {str(node): address for node, address in hosts.items()}
         self.group: Group | None = None  # once they have met
         self.synchroniser: Synchroniser | NoSynchroniser = NoSynchroniser()
         self.shares: Shares | None = None
@@ -111,7 +148,7 @@ class VirtualWorkers:
                 rank,
                 self._serve_children,
                 self.settings,
-                self._serve,
+                lambda: node_hosts.serve(self._launch()),
                 on_end=program_group.note_end,
                 closed=program_group.end,
                 resumed_from=self._resumed_from,
@@ -133,24 +170,28 @@ class VirtualWorkers:
     def _serve_children(self) -> dict[str, str]:
         """Start this launch's server, unless servers are given. Return environment variables for children."""
         self.check_shares()
-        wsp, nodes = self.settings(), self._serving_nodes()
-        if nodes is not None:
-            node_hosts.start(self.rank, self._environment, wsp, nodes)
-        return servers.start(self.rank, self._environment, wsp, everywhere=nodes is not None)
+        launch = self._launch()
+        node_hosts.start(launch)
+        return servers.start(launch)
+
+    def _launch(self) -> LaunchSettings:
+        return LaunchSettings(self.rank, self._environment, self.settings(), self.timeout, self._serving_nodes())
 
     def _serving_nodes(self) -> ServingNodes | None:
-        return host_setting.serving_nodes(self.plan, self._is_emulated, self.hosts)
+        """Return the plan's nodes, if the program is to start hosts for stages led from other nodes, else None."""
+        if self.plan is None or self._is_emulated or self.hosts is not None:
+            return None
+        served = {node: self.plan.served(node) for node in self.plan.workers_on_nodes}
+        stages = {
+            node: ", ".join(f"stage {stage} of virtual worker {worker}" for worker, stage in its)
+            for node, its in served.items()
+            if its
+        }
+        return ServingNodes((*served,), stages, self.plan.fingerprint) if stages else None
 
     def find_hosts(self) -> node_hosts.FoundHosts | None:
         """Find the addresses of this launch's nodes with hosts, or return None without such nodes."""
-        if (nodes := self._serving_nodes()) is None:
-            return None
-        return node_hosts.find(self.rank, self._environment, self.settings(), self.timeout, nodes)
-
-    def _serve(self) -> int:
-        nodes = self._serving_nodes()
-        assert nodes is not None
-        return node_hosts.serve(self.rank, self._environment, self.settings(), self.timeout, nodes)
+        return node_hosts.find(self._launch())
 
     def settings(self) -> WSPSettings:
         """Return the settings of the strategy's or the Trainer's WSPCallback. A plan replaces defaults."""
@@ -178,13 +219,12 @@ class VirtualWorkers:
         hosts = self.find_hosts()
         if self.rank.size == 1:
             return
-        wsp = self.settings()
-        if self.plan is not None and (said := relations.other_than_planned(wsp, self.plan)):
+        launch = self._launch()
+        if self.plan is not None and (said := relations.other_than_planned(launch.wsp, self.plan)):
             rank_zero_info(said)
-        further = None if hosts is None else hosts.servers
-        self.group = program_group.meet(self.rank, self._environment, wsp, self.timeout, further)
+        self.group = program_group.meet(launch, () if hosts is None else hosts.servers)
         self.group.interrupted = self._is_interrupted
-        share(self._share)
+        collectives.share(self._share)
 
     def divide(self, trainer: L.Trainer) -> None:
         """Decide the shares of the data in a run of ``trainer``, before its loaders are made."""
@@ -260,9 +300,15 @@ class VirtualWorkers:
         if self.group is not None:
             if collectives.runs_ahead(self._in_flight()):
                 raise collectives.ahead(what)
+            is_logging = collectives.is_logging()
             if isinstance(self.synchroniser, Synchroniser) and not self.synchroniser.meet():
-                raise collectives.apart(what)
-            if not collectives.is_logging():
+                what = "self.log(..., sync_dist=True) at every step" if is_logging else what
+                raise SettingError(
+                    f"{what} waits for the other virtual workers within a wave, where those with other shares are at"
+                    " other places; call it at the end of an epoch or in a validation (log with on_step=False,"
+                    " on_epoch=True), or set WSPCallback(shares='equal')"
+                )
+            if not is_logging:
                 self._waiting_call = what
         return self.group
 
@@ -309,7 +355,7 @@ class VirtualWorkers:
             group.leave_fit()
             return
         self.group = None
-        share(None)
+        collectives.share(None)
         if isinstance(failure, ToldToEnd):
             told = "" if self.rank.index else f"{SIGTERMException.__name__}: it was {REASON}"  # for others that wait
             group.part(told, why=REASON if failure.alone else "")

@@ -1,4 +1,4 @@
-"""Lightning's collectives over the only primitive of virtual workers, a gather, and gathers of values as bytes."""
+"""Collectives of Lightning and torchmetrics over the only primitive of virtual workers, a gather of values as bytes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.minibatch import current
@@ -101,17 +103,6 @@ def ahead(what: str) -> SettingError:
     )
 
 
-def apart(what: str) -> SettingError:
-    """Make the error of a call within a wave that waits for virtual workers with other shares."""
-    if is_logging():
-        what = "self.log(..., sync_dist=True) at every step"
-    return SettingError(
-        f"{what} waits for the other virtual workers within a wave, where those with other shares are at other places;"
-        " call it at the end of an epoch or in a validation (log with on_step=False, on_epoch=True), or set"
-        " WSPCallback(shares='equal')"
-    )
-
-
 def _total(found: list[Tensor]) -> Tensor:
     total = found[0].clone()
     for each in found[1:]:
@@ -124,6 +115,55 @@ def _detached(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
     is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
     return tensor.clone() if is_view else tensor
+
+
+# Metrics of torchmetrics look for a default process group, but there is none. While virtual workers are together,
+# metrics gather through them, wherever they were made and whoever holds them. Under ddp, metrics of hooks, callbacks
+# and data modules are also synchronised, and so are metrics that a program makes between its runs. No list of instances
+# has them all, so `Metric.sync` is replaced for that time. With one virtual worker it is never replaced.
+
+MetricGather = Callable[[Tensor, str], list[Tensor]]
+"""Function that returns the tensors of all virtual workers. The text names the call, for errors."""
+
+_metric_gather: MetricGather | None = None
+_metric_sync = Metric.sync
+
+
+def is_shared(metric: Metric) -> bool:
+    """Return True if ``metric`` is synchronised when it computes."""
+    return _metric_gather is not None if _is_left_to_torch(metric) else bool(metric.distributed_available_fn())
+
+
+def share(gather: MetricGather | None) -> None:
+    """Make metrics gather by ``gather`` from now on. None leaves them to torch."""
+    global _metric_gather
+    _metric_gather = gather
+    Metric.sync = _metric_sync if gather is None else _sync  # type: ignore[method-assign]
+
+
+def _is_left_to_torch(metric: Metric) -> bool:
+    """Return True if the metric was given no test of its own for being distributed."""
+    return metric.distributed_available_fn in (None, jit_distributed_available)
+
+
+def _sync(
+    self: Metric,
+    dist_sync_fn: Callable[..., Any] | None = None,
+    process_group: Any = None,
+    should_sync: bool = True,
+    distributed_available: Callable[[], bool] | None = None,
+) -> None:
+    gather = _metric_gather
+    if gather is not None and dist_sync_fn is None and distributed_available is None and _is_left_to_torch(self):
+        state = 0
+
+        def all_of(tensor: Tensor, group: Any = None) -> list[Tensor]:
+            nonlocal state
+            state += 1
+            return gather(tensor, f"state {state} of {type(self).__name__}")
+
+        dist_sync_fn, distributed_available = all_of, lambda: True
+    _metric_sync(self, dist_sync_fn, process_group, should_sync, distributed_available)
 
 
 # Gathers of values, in what virtual workers exchange as bytes.

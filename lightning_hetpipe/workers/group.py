@@ -8,6 +8,7 @@ gathers go through it, because it knows which virtual worker waits at which cut 
 from __future__ import annotations
 
 import atexit
+import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,67 +19,45 @@ from typing import IO, Any
 from torch import Tensor
 
 from lightning_hetpipe.errors import NOTICE_AFTER, say
-from lightning_hetpipe.launch import parent_watch
-from lightning_hetpipe.launch.ends import Uncaught
-from lightning_hetpipe.launch.servers import FoundServers
+from lightning_hetpipe.launch import parent_watch, servers
+from lightning_hetpipe.launch.ends import lost_workers
+from lightning_hetpipe.launch.ranks import Role
+from lightning_hetpipe.launch.servers import FoundServers, LaunchSettings
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.waits import ServersSilent, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, FirstLost, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.collectives import gather_in_chunks, gather_values
-from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, Seats, too_late
-from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.program_group import FIT, LAUNCH, go_on_from, next_session
+from lightning_hetpipe.workers.seats import CameTooLate, Departures, Returning, SeatMissed, Seats, too_late
 
 
 class Group:
     """Virtual worker ``index`` among ``size``.
 
     Args:
+        launch: Settings of the launch. Its timeout is the time for which servers may be silent.
         found: Servers, as far as this process knows them.
-        timeout: Seconds for which servers may be silent.
-        lost: As for a `Client`.
-        place: Node of this process as text, or empty for a single node.
         on_loss: Called for each lost virtual worker as `LostWorkers.note` is, from any thread, in the first remaining
             process of each node.
-        stays: Whether this process, after a call of ``on_loss``, stays until the other virtual workers have left. An
-            external launcher such as torchrun ends all processes when one exits with 1.
         on_return: Called for each lost virtual worker once it takes part again.
-        least: Number of virtual workers, including virtual worker 0, with which a run may begin. 0 means all.
     """
 
     def __init__(
         self,
-        index: int,
-        size: int,
+        launch: LaunchSettings,
         found: FoundServers,
-        settings: WSPSettings,
-        timeout: float,
-        lost: Callable[[], Exception | None] = lambda: None,
-        *,
-        place: str = "",
         on_loss: Callable[[int, str, str, str], None] = lambda *_: None,
-        stays: bool = False,
         on_return: Callable[[int], None] = lambda vw: None,
-        least: int = 0,
     ) -> None:
-        self.index = index
-        self.size = size
-        self._departures = Departures(index, place, on_loss)
-        self._handshake = JoinHandshake(
-            index=index,
-            size=size,
-            found=found,
-            settings=settings,
-            timeout=timeout,
-            lost=self._is_lost,
-            departed=self._lose,
-            updates_lost=self._departures.tell_of_updates,
-            least=least,
-        )
-        self._servers_lost = lost
+        rank = launch.rank
+        self.index, self.size = rank.index, rank.size
+        place = f"node {rank.node}, {platform.node()}" if rank.nodes > 1 else ""
+        self._departures = Departures(rank.index, place, on_loss)
+        updates_lost = self._departures.tell_of_updates
+        self._handshake = JoinHandshake(launch, found, self._is_lost, self._lose, updates_lost)
         self._has_taken_part = False  # in an epoch
         self._found = found
         self.interrupted: Callable[[], bool] = lambda: False
@@ -90,10 +69,10 @@ class Group:
         self._fit: Client | None = None  # in the session of a fit, while one runs
         self._fit_settings: Sequence[str] = ()
         self._failed = False
-        self._stays = stays
-        self._uncaught = Uncaught()
+        # An external launcher such as torchrun ends all processes when one exits with 1, as after a loss.
+        self._stays_after_loss = rank.role is Role.EXTERNAL
         self._on_return = on_return
-        self.seats = Seats(index, size)
+        self.seats = Seats(rank.index, rank.size)
         self._knows = False  # whether it knows which departed virtual workers have come back
 
     @property
@@ -113,7 +92,7 @@ class Group:
     @property
     def settings(self) -> WSPSettings:
         """Settings of the synchronisation."""
-        return self._handshake.settings
+        return self._handshake.launch.wsp
 
     def open(self) -> None:
         """Join the session of the launch, and wait for all virtual workers. The session ends at exit at the latest."""
@@ -140,12 +119,12 @@ class Group:
         if self._handshake.least:
             self.seats.taken = there
 
-    def renew(self, found: FoundServers, settings: WSPSettings, timeout: float) -> None:
+    def renew(self, launch: LaunchSettings, found: FoundServers) -> None:
         """Use the settings of a later Trainer of the program from now on."""
         assert self._launch is not None
-        further = settings.placement != self.settings.placement  # with "local", only one server may have been started
-        self._handshake.settings, self._handshake.timeout = settings, timeout
-        self._launch.timeout, self._launch.longest_wait = timeout, self._handshake.longest_wait
+        further = launch.wsp.placement != self.settings.placement  # with "local", only one server may have been started
+        self._handshake.launch = launch
+        self._launch.timeout, self._launch.longest_wait = launch.timeout, self._handshake.longest_wait
         if further:
             self._meet_servers(found)
 
@@ -213,7 +192,7 @@ class Group:
         except ServersUnheard:
             raise
         except ServersSilent:
-            raise returning.missed() from None
+            raise SeatMissed(self.settings.lease) from None
         self._fit.longest_wait = self._handshake.longest_wait
         self._agree_on_seats({})
         return weights
@@ -246,7 +225,7 @@ class Group:
         self.seats.withdraw()
         if returning is not None:
             if self.index not in back:
-                raise returning.missed()
+                raise SeatMissed(self.settings.lease)
             self.seats.agreed = agreed
         there = back if returning is None else self.seats.taken
         self._departures.find({each.vw: each.incarnation for each in members.members if each.vw in there})
@@ -298,7 +277,7 @@ class Group:
         child = parent_watch.this_child()
         if child is not None and child.outlasts and not self._has_taken_part and parent_watch.AGAIN in child.variables:
             return too_late(self.index)
-        return self._servers_lost()
+        return servers.lost()
 
     def ends_without_first(self, exception: BaseException) -> bool:
         """Return True if ``exception`` ends a fit because virtual worker 0 is lost, and this is the lowest remaining
@@ -386,17 +365,6 @@ class Group:
         for each in [] if launch is None else launch.departures:  # the session of the fit may have missed some
             self._lose(each, of_fit=False)
 
-    def close(self, failure: str = "") -> None:
-        """Leave when all virtual workers leave. The other virtual workers receive a ``failure``, and end."""
-        try:
-            if not failure:
-                self.leave_fit()
-        except BaseException as error:
-            failure = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            self.part(failure)
-
     def part(self, failure: str = "", alone: bool = False, why: str = "") -> None:
         """Leave at once. The other virtual workers receive a ``failure``, such as an exception that ends the program,
         and end.
@@ -408,7 +376,7 @@ class Group:
                 server ends with it.
         """
         atexit.unregister(self.part)
-        ending = self._uncaught.error
+        ending = lost_workers.uncaught
         failure = failure or (f"{type(ending).__name__}: {ending}" if ending is not None else "")
         if failure and self._handshake.returns:  # the others have long gone on without it
             failure, why = "", why or "unable to come back"
@@ -429,7 +397,7 @@ class Group:
     def _wait_until_all_have_left(self, session: str) -> None:
         """Keep a server that ends with this process, for last calls of other virtual workers and to report a
         failure."""
-        if not self._found.hosts and not (self._stays and self._departures.has_told):
+        if not self._found.hosts and not (self._stays_after_loss and self._departures.has_told):
             return
         began, told, again = time.monotonic(), False, threading.Event()
         while True:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError, notice_if_long
 from lightning_hetpipe.launch.parent_watch import this_child
-from lightning_hetpipe.launch.servers import FoundServers
-from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.launch.servers import FoundServers, LaunchSettings
 from lightning_hetpipe.server.process.client import Client, NotJoined
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
 from lightning_hetpipe.server.process.sessions import SessionChannel
@@ -56,24 +55,21 @@ class JoinHandshake:
     """Handshake of virtual worker ``index`` among ``size``.
 
     Args:
-        settings: Settings of the synchronisation, which may be set anew.
-        timeout: Seconds for which servers may be silent, which may be set anew.
+        launch: Settings of the launch, which may be set anew. Servers may be silent for its timeout.
         lost, departed, updates_lost: As for a `Client`. The second argument of ``departed`` is True for a session with
             weights. Only a session with weights has updates.
-        least: Number of virtual workers with which a session begins, or 0 for all. It may be set anew.
     """
 
-    index: int
-    size: int
+    launch: LaunchSettings
     found: FoundServers
-    settings: WSPSettings
-    timeout: float
     lost: Callable[[], Exception | None]
     departed: Callable[[Departed, bool], None]
     updates_lost: Callable[[Lost], None]
-    least: int = 0
 
     def __post_init__(self) -> None:
+        self.index, self.size = self.launch.rank.index, self.launch.rank.size
+        self.least = self.launch.rank.least
+        """Number of virtual workers with which a session begins, or 0 for all. It may be set anew."""
         self._channels: list[GrpcChannel] = []
         self._hearts: list[GrpcChannel] = []
         """Connections to the servers for heartbeats alone."""
@@ -102,7 +98,7 @@ class JoinHandshake:
     @property
     def longest_wait(self) -> float:
         """Seconds to wait for live virtual workers. They are many, because user code may take long."""
-        return max(LONGEST_WAIT, self.timeout)
+        return max(LONGEST_WAIT, self.launch.timeout)
 
     def server_on(self, machine: str) -> int:
         """Return the number of the server on ``machine``, the host of its address, or the coordinator's."""
@@ -139,12 +135,12 @@ class JoinHandshake:
             PeerFailed: if other virtual workers have ended.
             NotJoined: if some do not come within ``join_timeout``. All virtual workers end.
         """
-        rounded = self.settings.update_dtype
+        rounded = self.launch.wsp.update_dtype
         parameters = tuple(
             Parameter(name, tuple(tensor.shape), _name(tensor.dtype), rounded or _name(tensor.dtype))
             for name, tensor in named
         )
-        placed = place(parameters, len(self._channels), self.settings.placement, homes)
+        placed = place(parameters, len(self._channels), self.launch.wsp.placement, homes)
         # A server without parameters gets no calls, because it may be lost.
         used = servers or [server for server, its in enumerate(placed) if its or server == COORDINATOR]
         if self.found.launch and parameters and not self._came_late:
@@ -152,7 +148,7 @@ class JoinHandshake:
                 if server not in self._present:
                     self._present[server] = self.join(_PRESENCE, servers=[server])[0]
         weights = [tensor.detach() for _, tensor in named]
-        until, again = time.monotonic() + LEASES_TO_END * self.settings.lease, threading.Event()
+        until, again = time.monotonic() + LEASES_TO_END * self.launch.wsp.lease, threading.Event()
         while True:
             incarnation = self._incarnation if parameters else self._new_incarnation(session, self._channels[used[0]])
             client = self._client(session, incarnation, parameters, settings, used, [placed[server] for server in used])
@@ -210,7 +206,7 @@ class JoinHandshake:
     def _statuses(self, channel: GrpcChannel) -> dict[str, Any]:
         """Return the status of a server with the status of each session, or an empty dict if it does not answer."""
         try:
-            found: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=self.settings.lease))
+            found: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=self.launch.wsp.lease))
         except (Unreachable, CallRefused):
             return {}
         return found
@@ -219,7 +215,7 @@ class JoinHandshake:
         """Return True if another process of this virtual worker lives in ``session``, in this launch. A live process is
         heard three times in a lease, so wait half a lease for it."""
         began, again = time.monotonic(), threading.Event()
-        while time.monotonic() < began + self.settings.lease / 2:
+        while time.monotonic() < began + self.launch.wsp.lease / 2:
             status = self.status_of(session)
             member = next((member for member in status.get("members", ()) if member["vw"] == self.index), None)
             if member is None or status["phase"] != "running" or self._launch_setting not in status["settings"]:
@@ -237,7 +233,9 @@ class JoinHandshake:
             for incarnation in (member["incarnation"] for member in members if member["vw"] == self.index):
                 leave = encode(Leave(self.index, incarnation, "", "started again"))
                 with suppress(Unreachable, CallRefused):  # then its lease runs out
-                    SessionChannel(self.coordinator, name).call(COORDINATOR_METHOD, leave, timeout=self.settings.lease)
+                    SessionChannel(self.coordinator, name).call(
+                        COORDINATOR_METHOD, leave, timeout=self.launch.wsp.lease
+                    )
 
     @property
     def _is_incomplete(self) -> bool:
@@ -249,10 +247,10 @@ class JoinHandshake:
         """Raise SettingError if the coordinator's lease differs. Heartbeats follow our lease, and servers miss them by
         their own."""
         theirs = self._statuses(self.coordinator).get("lease")  # None if it is unreachable, which the next call raises
-        if theirs is not None and theirs != self.settings.lease:
+        if theirs is not None and theirs != self.launch.wsp.lease:
             raise SettingError(
-                f"lease={self.settings.lease:g}, but the server at {self.found.coordinator} has lease={theirs:g}; give"
-                " both the same, and a program's later Trainers that of its first"
+                f"lease={self.launch.wsp.lease:g}, but the server at {self.found.coordinator} has lease={theirs:g};"
+                " give both the same, and a program's later Trainers that of its first"
             )
 
     def close(self) -> None:
@@ -280,10 +278,10 @@ class JoinHandshake:
             with notice_if_long(waits):
                 yield
         except ServersUnheard as silent:
-            if self.settings.servers is not None:
+            if self.launch.wsp.servers is not None:
                 raise SettingError(
-                    f"servers={list(self.settings.servers)!r} does not answer ({silent}); start it, with hetpipe-server"
-                    " address=..., or give the address of one that runs and that this machine may reach"
+                    f"servers={list(self.launch.wsp.servers)!r} does not answer ({silent}); start it, with"
+                    " hetpipe-server address=..., or give the address of one that runs and that this machine may reach"
                 ) from None
             raise ServersUnheard(
                 f"{silent}; is the program running that starts the server at {self.found.coordinator}, and may this"
@@ -299,7 +297,7 @@ class JoinHandshake:
         servers: Sequence[int],
         placed: Sequence[Sequence[int]],
     ) -> Client:
-        wsp = self.settings
+        wsp = self.launch.wsp
         signature = TrainingSignature(
             version=RELEASE,
             virtual_workers=self.size,
@@ -317,7 +315,7 @@ class JoinHandshake:
             self.index,
             incarnation,
             lease=wsp.lease,
-            timeout=self.timeout,
+            timeout=self.launch.timeout,
             # It asks for a seat when the others have left their state for it. They wait for a lease, and go on.
             longest_wait=LEASES_FOR_A_SEAT * wsp.lease if self.returns and parameters else self.longest_wait,
             join_timeout=wsp.join_timeout,
@@ -351,8 +349,8 @@ class JoinHandshake:
             few = self.least - (self.size - len(late.missing))
             who = f"{few} of {who}" if self.least and few < len(late.missing) else who
             raise NotJoined(
-                f"VW {self.index} has waited {self.settings.join_timeout:g} s for {who} to join; look at what happened"
-                " to each of them, or, where they may take so long to start, give all virtual workers a longer"
+                f"VW {self.index} has waited {self.launch.wsp.join_timeout:g} s for {who} to join; look at what"
+                " happened to each of them, or, where they may take so long to start, give all virtual workers a longer"
                 " WSPCallback(join_timeout=...)",
                 late.missing,
             ) from None

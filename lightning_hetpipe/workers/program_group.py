@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning.fabric.plugins import ClusterEnvironment
-
 from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.ends import lost_workers
-from lightning_hetpipe.launch.ranks import Rank, Role
-from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.launch.servers import LaunchSettings
 from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.workers.shared_metrics import share
+from lightning_hetpipe.workers.collectives import share
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
@@ -44,34 +40,20 @@ _ended: dict[int, str] = {}
 """Descriptions of the ends of other virtual workers of this node."""
 
 
-def meet(
-    rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, further: Sequence[str] | None
-) -> Group:
-    """Meet the other virtual workers at the servers, or keep the group of the program's earlier run. ``timeout`` is the
-    seconds for which servers may be silent. ``further`` is as for ``servers.find``."""
+def meet(launch: LaunchSettings, further: Sequence[str]) -> Group:
+    """Meet the other virtual workers at the servers, or keep the group of the program's earlier run. ``further`` is as
+    for ``servers.find``."""
     from lightning_hetpipe.workers.group import Group  # loads gRPC, which one virtual worker does not need
 
     global _group
     if _group is not None:
-        _group.settings.check_later(wsp)
-    found = servers.find(rank, environment, wsp, timeout, further)
+        _group.settings.check_later(launch.wsp)
+    found = servers.find(launch, further)
     if _group is not None and _group.is_open and _group.coordinator == found.coordinator:
-        _group.renew(found, wsp, timeout)
+        _group.renew(launch, found)
         return _group
     part()
-    _group = Group(
-        rank.index,
-        rank.size,
-        found,
-        wsp,
-        timeout,
-        servers.lost,
-        place=f"node {rank.node}, {platform.node()}" if rank.nodes > 1 else "",
-        on_loss=lost_workers.note,
-        stays=rank.role is Role.EXTERNAL,
-        on_return=_come_back,
-        least=rank.least,
-    )
+    _group = Group(launch, found, lost_workers.note, _come_back)
     _group.lose(_ended)
     _group.open()
     return _group

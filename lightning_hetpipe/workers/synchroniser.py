@@ -17,7 +17,7 @@ from lightning_hetpipe.rules.waves import next_lengths, staleness_bound
 from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
 from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.workers.collectives import tensors_of_first
-from lightning_hetpipe.workers.coming_back import EXCHANGE
+from lightning_hetpipe.workers.seats import EXCHANGE
 from lightning_hetpipe.workers.shared_data import Shares
 from lightning_hetpipe.workers.weight_copies import WeightCopies
 

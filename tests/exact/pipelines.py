@@ -24,7 +24,7 @@ class Pinned(HetPipeStrategy):
         super().__init__(stages=len(cuts), in_flight=in_flight, **{"weights": "stash", **settings})
         self.cuts = tuple(cuts)
         self._overrides["planned"] = len(cuts) > 1  # a pipeline also with one minibatch in flight
-        self._devices.choose_split_points = self._cut
+        self._devices.choose_split_points = self._cut  # type: ignore[method-assign]
 
     def _cut(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
         assert stages == len(self.cuts)

@@ -139,7 +139,7 @@ def over_nodes(
         place.environment(**environment)
         for name, known in (changes or {}).items():
             place.patch.setattr(servers, name, known)
-        servers.over_nodes(TWO, CPU, security)
+        servers.over_nodes(servers.LaunchSettings(TWO, CPU, WSPCallback(security=security).settings, 1.0))
 
     return case(run, setting, value, *way_out, name=f"over nodes {setting} {value} {way_out[0]}"[:80])
 
@@ -191,7 +191,7 @@ def at_a_taken_port(make: Callable[[str], Any]) -> Callable[[Place], None]:
 
 def host_of_a_node(place: Place) -> None:
     place.environment(HETPIPE_PORT=5001)
-    nodes = node_hosts.ServingNodes(("a", "b"), {"b": "stage 0"}, "x")
+    nodes = servers.ServingNodes(("a", "b"), {"b": "stage 0"}, "x")
 
     def taken(address: str, security: Security) -> None:
         raise SettingError(f"address={address} cannot be had")
@@ -249,7 +249,7 @@ SERVERS = [
     over_nodes("num_nodes", "2", "10.0.0.1:5001", "HETPIPE_CA, HETPIPE_CERTIFICATE and HETPIPE_KEY",
                "WSPCallback(security={'insecure': True})", "strategy.wsp.security.insecure=true", **OTHERS),
     over_nodes("MASTER_ADDR", "node-1", "127.0.1.1", "node 0's address", security=INSECURE,
-               changes={"_address_of": lambda _: "127.0.1.1"}, MASTER_ADDR="node-1", MASTER_PORT="5000"),
+               changes={"_resolved": lambda *_: (None, ("127.0.1.1", 0))}, MASTER_ADDR="node-1", MASTER_PORT="5000"),
     case(lambda _: servers._resolved("no-such-host.invalid", 1), "MASTER_ADDR", "no-such-host.invalid",
             "node 0's address",
          name="MASTER_ADDR that is not known"),

@@ -36,8 +36,8 @@ from lightning_hetpipe.run.together import check_returning, check_shares, check_
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers import collectives
-from lightning_hetpipe.workers.coming_back import Returning
 from lightning_hetpipe.workers.group import Group
+from lightning_hetpipe.workers.seats import SeatMissed
 from lightning_hetpipe.workers.shared_data import Shares
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.golden.cases import Case, Place, case
@@ -160,7 +160,7 @@ def nothing_to_come_back_to(place: Place) -> None:
 
 
 def without_a_seat(_: Place) -> None:
-    raise Returning.missed(cast(Any, SimpleNamespace(_lease=2.0)))
+    raise SeatMissed(2.0)
 
 
 WORKERS = [

@@ -13,7 +13,7 @@ import torch
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan, WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan.planned_worker import PlannedWorker
-from lightning_hetpipe.strategy import compile_setting, host_setting, relations
+from lightning_hetpipe.strategy import planned_devices, relations
 from tests.golden.cases import Case, Place, case, given
 from tests.golden.training import fit
 from tests.placement.test_plans import planned
@@ -55,8 +55,8 @@ def compiled(shown: str, value: object, *way_out: str, **options: Any) -> Case:
 
 
 def no_compiler(place: Place) -> None:
-    place.patch.setattr(compile_setting, "cpp_compiler_error", lambda: "No working C++ compiler found")
-    compile_setting.check({}, [torch.device("cpu")])
+    place.patch.setattr(planned_devices, "cpp_compiler_error", lambda: "No working C++ compiler found")
+    planned_devices.check_compile({}, [torch.device("cpu")])
 
 
 def of_plan(name: str, plan: Plan, setting: str, value: object, *way_out: str, **arguments: Any) -> Case:
@@ -225,14 +225,14 @@ STRATEGY = [
         name="stage_hosts of a spread run",
     ),
     case(
-        lambda _: host_setting.stages_elsewhere(None, HOSTS, emulated=False),
+        lambda _: planned_devices.stages_elsewhere(None, HOSTS, emulated=False),
         "stage_hosts",
         HOSTS,
         "give plan",
         name="stage_hosts without a plan",
     ),
     case(
-        lambda _: relations.check_host_nodes({"bax": "a:1"}, planned(0, 1)),
+        lambda _: relations.workers_as_planned(1, planned(0, 1), emulated=False, hosts={"bax": "a:1"}, nodes=1),
         "stage_hosts",
         {"bax": "a:1"},
         "'bax'",

@@ -75,8 +75,12 @@ def rank(index: int, nodes: int = 2, per_node: int = 1, role: Role = Role.FIRST)
     )
 
 
+def launch(at: Rank, environment: ClusterEnvironment | None = None, **wsp: Any) -> servers.LaunchSettings:
+    return servers.LaunchSettings(at, environment or LightningEnvironment(), WSPCallback(**wsp).settings, 0.3)
+
+
 def found(at: Rank, environment: ClusterEnvironment | None = None, **wsp: Any) -> servers.FoundServers:
-    return servers.find(at, environment or LightningEnvironment(), WSPCallback(**wsp).settings, 0.3)
+    return servers.find(launch(at, environment, **wsp))
 
 
 def put(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
@@ -86,7 +90,7 @@ def put(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 
 def test_on_one_machine_the_first_starts_one_and_tells_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
     first = rank(0, 1, 2)
-    told = servers.start(first, LightningEnvironment(), WSPCallback(lease=7).settings)
+    told = servers.start(launch(first, lease=7))
     assert told == {"HETPIPE_COORDINATOR": "127.0.0.1:7", "HETPIPE_TOKEN": "invented"}
     here = found(first, lease=7)
     assert here == servers.FoundServers("127.0.0.1:7", ("127.0.0.1:7",), Security(token="invented"))
@@ -101,12 +105,12 @@ def test_the_servers_that_a_user_names_are_all(monkeypatch: pytest.MonkeyPatch) 
     first = servers.FoundServers("one:1", ("one:1", "two:2"), Security(token="open-sesame"), of_nodes=(1, 1))
     assert found(rank(0), servers=named) == first
     assert found(rank(1), servers=named) == replace(first, known=())
-    assert servers.start(rank(0), LightningEnvironment(), WSPCallback(servers=named).settings) == {}
+    assert servers.start(launch(rank(0), servers=named)) == {}
 
 
 def test_all_processes_of_a_launch_know_it_by_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that a user started may serve another launch."""
-    told = servers.start(rank(0, 1, 2), LightningEnvironment(), WSPCallback(servers=["one:1"]).settings)
+    told = servers.start(launch(rank(0, 1, 2), servers=["one:1"]))
     here = found(rank(0, 1, 2), servers=["one:1"]).launch
     assert len(here) == 16
     monkeypatch.setattr(parent_watch, "launcher_variables", lambda: told)
@@ -183,7 +187,7 @@ def test_refusals(
 def test_a_name_that_means_loopback_on_the_first_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Debian's /etc/hosts has it for a machine's own name: others could never reach what listens there."""
     put(monkeypatch, MASTER_ADDR="node-1", MASTER_PORT="5000", HETPIPE_TOKEN="open-sesame")
-    monkeypatch.setattr(servers, "_address_of", {"node-1": "127.0.1.1"}.__getitem__)
+    monkeypatch.setattr(servers, "_resolved", lambda host, port: (None, ("127.0.1.1", port)))
     with pytest.raises(
         SettingError, match=r"MASTER_ADDR=node-1 means 127\.0\.1\.1 on node 0, which other nodes cannot"
     ):
@@ -222,15 +226,15 @@ def test_one_that_was_lost_is_started_by_hand_beside_a_named_launch(monkeypatch:
 
 
 def test_other_users_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = f"ours-{os.getpid()}"
-    rendezvous = local_rendezvous.LocalRendezvous(launch, {"secret": "open-sesame"})
+    name = f"ours-{os.getpid()}"
+    rendezvous = local_rendezvous.LocalRendezvous(name, {"secret": "open-sesame"})
     try:
-        met = local_rendezvous.ask(launch, 1.0)
+        met = local_rendezvous.ask(name, 1.0)
         assert met.variables == {"secret": "open-sesame"}
         met.close()
         monkeypatch.setattr(local_rendezvous, "_user", lambda connection: os.getuid() + 1)
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.connect(local_rendezvous._name(launch))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            asking.connect(local_rendezvous._name(name))
             assert asking.recv(100) == b""
     finally:
         rendezvous.close()
@@ -259,19 +263,19 @@ def test_who_has_met_the_first_process_learns_of_its_end(monkeypatch: pytest.Mon
 
 
 def test_other_users_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = f"ours-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX) as squatter:
-        squatter.bind(local_rendezvous._name(launch))
+    name = f"ours-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
+        squatter.bind(local_rendezvous._name(name))
         squatter.listen()
         monkeypatch.setattr(local_rendezvous, "_user", lambda connection: os.getuid() + 1)
         with pytest.raises(SettingError, match="has waited"):
-            local_rendezvous.ask(launch, 0.1)
+            local_rendezvous.ask(name, 0.1)
 
 
 def test_a_token_of_the_users_lets_him_ask_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was always made up, so that `hetpipe-server status` could ask no server of a launch's."""
     put(monkeypatch, HETPIPE_TOKEN="known")
-    told = servers.start(rank(0, nodes=1, per_node=2), LightningEnvironment(), WSPCallback().settings)
+    told = servers.start(launch(rank(0, nodes=1, per_node=2)))
     assert told["HETPIPE_TOKEN"] == "known"
 
 
@@ -289,13 +293,12 @@ def test_who_has_lost_its_launcher_need_not_wait_for_the_server(monkeypatch: pyt
 def test_a_launch_with_room_is_found_by_those_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """By address and port, as processes of torchrun find it; the first process is told to have them."""
     first = Rank(0, 3, 0, 0, 3, 1, Role.FIRST, (), 2)
-    wsp = WSPCallback().settings
     with pytest.raises(SettingError, match="which it has not started needs MASTER_ADDR and MASTER_PORT"):
-        servers.find(first, LightningEnvironment(), wsp, 1.0)
+        found(first)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
-    found = servers.find(first, LightningEnvironment(), wsp, 1.0)
-    assert found.hosts, "it stays for them"
-    later = servers.find(Rank(2, 3, 0, 2, 3, 1, Role.EXTERNAL, (), 2), LightningEnvironment(), wsp, 1.0)
-    assert later.coordinator == found.coordinator
-    assert later.security.token == found.security.token
+    here = found(first)
+    assert here.hosts, "it stays for them"
+    later = found(Rank(2, 3, 0, 2, 3, 1, Role.EXTERNAL, (), 2))
+    assert later.coordinator == here.coordinator
+    assert later.security.token == here.security.token

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_hetpipe.launch.ends import Uncaught
+from lightning_hetpipe.launch.ends import LostWorkers
 
 
 def test_an_earlier_error_and_one_at_a_prompt_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,10 +14,11 @@ def test_an_earlier_error_and_one_at_a_prompt_end_nothing(monkeypatch: pytest.Mo
     earlier, later = ValueError("of another cell"), ValueError("at the end")
     monkeypatch.setattr(sys, "last_value", earlier, raising=False)
     monkeypatch.delattr(sys, "ps1", raising=False)
-    uncaught = Uncaught()
-    seen = [uncaught.error]
+    lost_workers = LostWorkers()
+    lost_workers.watch()
+    seen = [lost_workers.uncaught]
     monkeypatch.setattr(sys, "last_value", later)
-    seen.append(uncaught.error)
+    seen.append(lost_workers.uncaught)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    seen.append(uncaught.error)
+    seen.append(lost_workers.uncaught)
     assert seen == [None, later, None]

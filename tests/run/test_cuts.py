@@ -17,7 +17,7 @@ from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.run.extensions.waves_and_cuts import END, EPOCH, LAST_VALIDATION, WavesAndCuts, within
 from lightning_hetpipe.run.preemption import Preemption
 from lightning_hetpipe.run.together import check_together
-from lightning_hetpipe.workers.coming_back import Seats
+from lightning_hetpipe.workers.seats import Seats
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.support.small import Validated, batches
 from tests.support.trainers import quiet_trainer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.strategy import compile_setting
+from lightning_hetpipe.strategy import planned_devices
 
 CPU = [torch.device("cpu")]
 
@@ -28,6 +28,6 @@ def test_what_torch_compile_is_given(value: Any, options: Any) -> None:
 
 
 def test_without_a_compiler_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_setting, "cpp_compiler_error", lambda: "No working C++ compiler found")
-    compile_setting.check({"backend": "aot_eager"}, CPU)
-    compile_setting.check({}, [torch.device("cuda")])
+    monkeypatch.setattr(planned_devices, "cpp_compiler_error", lambda: "No working C++ compiler found")
+    planned_devices.check_compile({"backend": "aot_eager"}, CPU)
+    planned_devices.check_compile({}, [torch.device("cuda")])

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.strategy.saved_states import note_shares, take_shares
+from lightning_hetpipe.strategy.shared_checkpoints import note_shares, take_shares
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.shared_data import Shares
 from tests.support.small import Validated, batches

@@ -24,7 +24,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
-from lightning_hetpipe.strategy.saved_states import add_states, note, take_in_flight, take_state
+from lightning_hetpipe.strategy.shared_checkpoints import add_states, note, take_in_flight, take_state
 from lightning_hetpipe.workers import group as group_module
 from lightning_hetpipe.workers.collectives import gather_in_chunks
 from lightning_hetpipe.workers.group import Group
@@ -32,7 +32,7 @@ from tests.exact.running import fit
 from tests.support.equality import assert_same
 from tests.support.host_memory import Peak
 from tests.support.models import mlp, vectors
-from tests.workers.test_group import SECONDS, Pair
+from tests.workers.test_group import SECONDS, Pair, group_of
 
 PLUGIN = "MixedPrecision"
 
@@ -147,7 +147,7 @@ def test_no_process_holds_the_states_of_all(monkeypatch: pytest.MonkeyPatch, tmp
     workers, size = 5, 8 << 20
     exchange, groups = Exchange(workers), []
     for index in range(workers):
-        groups.append(Group(index, workers, FoundServers("", (), Security()), WSPCallback().settings, SECONDS))
+        groups.append(group_of(index, workers, FoundServers("", (), Security()), WSPCallback().settings))
         groups[-1]._launch = exchange.member(index)
     checkpoints = [dumped(index) for index in range(workers)]
     for index, checkpoint in enumerate(checkpoints):

@@ -17,9 +17,8 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Recall
-from lightning_hetpipe.workers.coming_back import STATE, CameTooLate, SeatMissed
-from lightning_hetpipe.workers.group import Group
-from tests.workers.test_group import LEASE, SECONDS, Pair
+from lightning_hetpipe.workers.seats import STATE, CameTooLate, SeatMissed
+from tests.workers.test_group import LEASE, SECONDS, Pair, close, group_of
 from tests.wsp.faults import until
 
 NAMED = [("p0", torch.full((3,), 1.0))]
@@ -45,7 +44,7 @@ class Lost(Pair):
         self.both("begin_epoch", lambda index: ())
         self.both("agree", lambda index: (index, "the choice of in_flight"))
         self.groups[1].part("", alone=True)
-        self.again: Group = Group(1, 2, self.found[1], WSPCallback(lease=LEASE).settings, SECONDS)
+        self.again = group_of(1, 2, self.found[1], WSPCallback(lease=LEASE).settings)
         self.back: list[int] = []
         self.groups[0]._on_return = self.back.append
 
@@ -117,7 +116,7 @@ def test_one_that_asks_for_a_seat_too_late_may_be_started_again(
     assert missed.value.may_return
     first.check()
     again.part(why=missed.value.how)
-    first.close()
+    close(first)
 
 
 def test_one_that_comes_to_a_later_cut_than_that_of_its_state_has_no_seat(
@@ -135,7 +134,7 @@ def test_one_that_comes_to_a_later_cut_than_that_of_its_state_has_no_seat(
         entered.result(SECONDS)
     again.part(why=missed.value.how)
     assert first.gather("alone", "a test") == ["alone"]
-    first.close()
+    close(first)
 
 
 def test_one_that_is_left_out_while_it_comes_back_may_come_once_more(
@@ -158,18 +157,18 @@ def test_one_that_is_left_out_while_it_comes_back_may_come_once_more(
     assert caught.value.refusal is Refusal.LEFT_OUT
     again.part(why="it was left out")
     first.check()
-    first.close()
+    close(first)
 
 
 def test_the_seat_of_one_that_lives_is_not_taken(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number was given to two processes."""
     pair = Pair(exits, monkeypatch)
-    other = Group(1, 2, replace(pair.found[1], hosts=False), WSPCallback(lease=LEASE).settings, SECONDS)
+    other = group_of(1, 2, replace(pair.found[1], hosts=False), WSPCallback(lease=LEASE).settings)
     with pytest.raises(SettingError, match="virtual worker 1 takes part already, in another process that lives"):
         other.open()
     calls = [pair.threads.submit(each.gather, each.index, "a test") for each in pair.groups]
     assert [call.result(SECONDS) for call in calls] == [[0, 1]] * 2
-    closed = [pair.threads.submit(each.close) for each in pair.groups]
+    closed = [pair.threads.submit(close, each) for each in pair.groups]
     assert [call.result(SECONDS) for call in closed] == [None] * 2
 
 
@@ -180,7 +179,7 @@ def test_a_failure_of_one_that_comes_back_is_its_own(exits: ExitStack, monkeypat
     lost.again.part("SettingError: a wrong setting")
     assert lost.groups[0].gather("alone", "a test") == ["alone"]
     lost.groups[0].check()
-    lost.groups[0].close()
+    close(lost.groups[0])
 
 
 def test_others_do_not_wait_for_one_that_does_not_ask(
@@ -198,7 +197,7 @@ def test_others_do_not_wait_for_one_that_does_not_ask(
     assert first.readmit(first.seats.ready(), saved, CUT) == []
     assert list(first.seats.taken) == [0]
     again.part("", alone=True)
-    first.close()
+    close(first)
 
 
 def test_nobody_comes_back_to_a_fit_that_is_over(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +206,7 @@ def test_nobody_comes_back_to_a_fit_that_is_over(exits: ExitStack, monkeypatch: 
     with pytest.raises(CameTooLate, match="virtual worker 1 comes back to a run whose training is over"):
         lost.again.open()
     assert lost.groups[0].gather("alone", "a test") == ["alone"], "nobody waits for it"
-    lost.groups[0].close()
+    close(lost.groups[0])
 
 
 def test_one_that_is_ready_when_the_fit_ends_ends_as_well(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +219,7 @@ def test_one_that_is_ready_when_the_fit_ends_ends_as_well(exits: ExitStack, monk
         entered.result(SECONDS)
     again.part(why=late.value.how)
     assert first.gather("alone", "a test") == ["alone"]
-    first.close()
+    close(first)
 
 
 def test_settings_other_than_the_others_are_named(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,4 +235,4 @@ def test_settings_other_than_the_others_are_named(exits: ExitStack, monkeypatch:
     with pytest.raises(CameTooLate, match="only to the first fit of a program one can come back"):
         returning.check("fit-2", ["wave=1", "shares=equal"])
     lost.again.part("", alone=True)
-    lost.groups[0].close()
+    close(lost.groups[0])

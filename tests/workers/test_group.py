@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_hetpipe import WSPCallback, errors
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.launch.servers import FoundServers
+from lightning_hetpipe.launch.ranks import Rank, Role
+from lightning_hetpipe.launch.servers import FoundServers, LaunchSettings
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process import client
 from lightning_hetpipe.server.process.client import NotJoined
 from lightning_hetpipe.server.process.sessions import Sessions
@@ -28,6 +31,27 @@ from lightning_hetpipe.workers.group import Group
 
 SECONDS = 30.0
 LEASE = 2.0
+
+
+def launch_of(index: int, size: int, settings: WSPSettings, timeout: float = SECONDS) -> LaunchSettings:
+    """A virtual worker of one machine."""
+    return LaunchSettings(Rank(index, size, 0, index, size, 1, Role.FIRST), LightningEnvironment(), settings, timeout)
+
+
+def group_of(index: int, size: int, found: FoundServers, settings: WSPSettings, timeout: float = SECONDS) -> Group:
+    return Group(launch_of(index, size, settings, timeout), found)
+
+
+def close(group: Group, failure: str = "") -> None:
+    """Leaves as a program does: when all virtual workers leave, or at once with a ``failure``."""
+    try:
+        if not failure:
+            group.leave_fit()
+    except BaseException as error:
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        group.part(failure)
 
 
 class Pair:
@@ -48,7 +72,7 @@ class Pair:
             FoundServers(self.addresses[0], (address,) if index < known else (), Security(), hosts=True)
             for index, address in enumerate(self.addresses)
         ]
-        self.groups = [Group(index, 2, found, settings, SECONDS) for index, found in enumerate(self.found)]
+        self.groups = [group_of(index, 2, found, settings) for index, found in enumerate(self.found)]
         self.threads = exits.enter_context(ThreadPoolExecutor(2))
         for opened in [self.threads.submit(group.open) for group in self.groups]:
             opened.result(SECONDS)
@@ -56,7 +80,7 @@ class Pair:
     def renew(self, given: Sequence[WSPCallback], timeout: float = SECONDS) -> None:
         """A later Trainer of the program's, in each of them."""
         renewed = [
-            self.threads.submit(group.renew, found, wsp.settings, timeout)
+            self.threads.submit(group.renew, launch_of(group.index, 2, wsp.settings, timeout), found)
             for group, found, wsp in zip(self.groups, self.found, given, strict=True)
         ]
         for each in renewed:
@@ -69,7 +93,7 @@ class Pair:
             assert [tensor.tolist() for tensor in entered.result(SECONDS)] == [[value] * 3 for value in values]
 
     def close(self) -> None:
-        for closed in [self.threads.submit(group.close) for group in self.groups]:
+        for closed in [self.threads.submit(close, group) for group in self.groups]:
             closed.result(SECONDS)
 
 
@@ -191,7 +215,7 @@ def test_who_has_a_server_stays_until_the_others_have_left(
         leave(failure, why)
 
     monkeypatch.setattr(second._launch, "leave", leaving)
-    closed = [pair.threads.submit(group.close, failure) for group in (first, second)]
+    closed = [pair.threads.submit(close, group, failure) for group in (first, second)]
     assert asked.wait(SECONDS), "the first one has left, and looks whether the other one has"
     assert not closed[0].done()
     going.set()
@@ -202,10 +226,10 @@ def test_who_has_a_server_stays_until_the_others_have_left(
 def test_who_fails_waits_a_lease_at_most(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one computes on, and its heart beats: it knows by then, and ends when it comes to look."""
     pair = Pair(exits, monkeypatch)
-    pair.threads.submit(pair.groups[0].close, "ValueError: a bad batch").result(SECONDS)
+    pair.threads.submit(close, pair.groups[0], "ValueError: a bad batch").result(SECONDS)
     with pytest.raises(Exception, match="VW 0 failed: ValueError: a bad batch"):
         pair.groups[1].gather(1, "a test")
-    pair.groups[1].close("PeerFailed")
+    close(pair.groups[1], "PeerFailed")
 
 
 def test_who_fails_alone_tells_why_and_its_server_stays_for_the_others(
@@ -225,7 +249,7 @@ def test_who_fails_alone_tells_why_and_its_server_stays_for_the_others(
     said = f"virtual worker 1 is lost after 0 waves: it {why}; the others go on without it"
     assert told == [(1, "virtual worker 1", why, said)]
     assert not parted.done()
-    first.close()
+    close(first)
     parted.result(SECONDS)
 
 
@@ -233,7 +257,7 @@ def test_two_launches_at_once_at_one_server(exits: ExitStack, monkeypatch: pytes
     """The second one fenced the first one's virtual workers, which ended, or was refused and ended them."""
     pair = Pair(exits, monkeypatch)
     monkeypatch.setattr(join_handshake, "LEASES_TO_END", 0.5)
-    other = Group(
+    other = group_of(
         0, 3, FoundServers(pair.groups[0].coordinator, (), Security(), launch="other"), pair.groups[0].settings, 9
     )
     with pytest.raises(SettingError, match="serves another launch; wait until that has ended, or start servers for"):
@@ -256,7 +280,7 @@ def test_launches_share_no_server_that_holds_weights(exits: ExitStack, monkeypat
 
     def opened(launch: str, room: int, *servers: str) -> Group:
         monkeypatch.setattr(module, "next_session", lambda kind: f"{kind}-{room}")
-        group = Group(0, 1, FoundServers(servers[0], servers, Security(), launch=launch), settings, SECONDS)
+        group = group_of(0, 1, FoundServers(servers[0], servers, Security(), launch=launch), settings)
         exits.callback(group.part)
         group.open()
         return group
@@ -289,10 +313,10 @@ def test_a_launch_waits_for_the_end_of_one_that_was_killed(exits: ExitStack, mon
         group._launch.close()
         group._exits.pop_all()
     found = replace(pair.groups[0]._found, launch="the next", hosts=False)
-    nexts = [Group(index, 2, found, pair.groups[0].settings, SECONDS) for index in (0, 1)]
+    nexts = [group_of(index, 2, found, pair.groups[0].settings) for index in (0, 1)]
     for opened in [pair.threads.submit(group.open) for group in nexts]:
         opened.result(SECONDS)
-    for closed in [pair.threads.submit(group.close) for group in nexts]:
+    for closed in [pair.threads.submit(close, group) for group in nexts]:
         closed.result(SECONDS)
 
 
@@ -302,10 +326,10 @@ def test_nobody_at_the_coordinators_address(
     monkeypatch.setattr(errors, "NOTICE_AFTER", 0.05)
     monkeypatch.setattr(client, "TIME_TO_LEAVE", 0.1)
     found = FoundServers("127.0.0.1:1", (), Security())
-    group = Group(1, 2, found, WSPCallback(lease=LEASE).settings, 0.3)
+    group = group_of(1, 2, found, WSPCallback(lease=LEASE).settings, 0.3)
     with pytest.raises(ServersSilent) as silent:
         group.open()
-    group.close("ServersSilent")
+    close(group, "ServersSilent")
     said = str(silent.value)
     assert said.startswith(
         "VW 1, in state 'hello', has waited for 0.3 s for an answer: the server at 127.0.0.1:1 cannot"
@@ -324,7 +348,7 @@ def test_who_does_not_come_is_named_and_ends_the_wait_of_all(exits: ExitStack, m
     found = FoundServers(server.address, (), Security(), of_nodes=(2, 2, 2))
     impatient, patient = (WSPCallback(lease=LEASE, join_timeout=seconds).settings for seconds in (0.3, SECONDS))
     threads = exits.enter_context(ThreadPoolExecutor(2))
-    groups = [Group(index, 6, found, settings, SECONDS) for index, settings in ((1, patient), (4, impatient))]
+    groups = [group_of(index, 6, found, settings) for index, settings in ((1, patient), (4, impatient))]
     opening = [threads.submit(group.open) for group in groups]
     with pytest.raises(NotJoined) as late:
         opening[1].result(SECONDS)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric
 
-from lightning_hetpipe.workers.shared_metrics import is_shared, share
+from lightning_hetpipe.workers.collectives import is_shared, share
 
 SYNC = Metric.sync
 ASKED: list[str] = []

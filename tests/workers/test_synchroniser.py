@@ -22,13 +22,13 @@ from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers import group as group_module
-from lightning_hetpipe.workers.coming_back import Seats
-from lightning_hetpipe.workers.group import Group
+from lightning_hetpipe.workers.seats import Seats
 from lightning_hetpipe.workers.shared_data import Shares
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.exact.pipelines import even
 from tests.exact.running import fit
 from tests.support.models import SGD, mlp, vectors
+from tests.workers.test_group import close, group_of
 
 
 class OnlyOne:
@@ -215,7 +215,7 @@ def test_at_a_cut_all_hold_the_same_frozen_weights(monkeypatch: pytest.MonkeyPat
 
         def trained(index: int) -> list[list[float]]:
             found = FoundServers(server.address, (server.address,) if index == 0 else (), Security())
-            group = Group(index, 2, found, WSPCallback(lease=5.0).settings, 30.0)
+            group = group_of(index, 2, found, WSPCallback(lease=5.0).settings)
             group.open()
             module = L.LightningModule()
             module.weight = nn.Parameter(torch.zeros(2))
@@ -232,7 +232,7 @@ def test_at_a_cut_all_hold_the_same_frozen_weights(monkeypatch: pytest.MonkeyPat
             held = [parameter.tolist() for parameter in module.parameters()]
             synchroniser.begin(2, 1, nullcontext)
             assert [parameter.tolist() for parameter in module.parameters()] == held
-            group.close()
+            close(group)
             return held
 
         one, other = pool.map(trained, range(2))

@@ -17,6 +17,7 @@ import torch
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.process.server_process import ServerLost
 from lightning_hetpipe.server.process.sessions import Sessions
@@ -30,9 +31,10 @@ from lightning_hetpipe.server.transport.interface import STATUS, TIMEOUT, Room, 
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.workers import group, join_handshake
 from lightning_hetpipe.workers.collectives import gather_in_chunks
-from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.group import Group
+from lightning_hetpipe.workers.seats import Departures
 from tests.server.transports import PATIENCE, certificates, security
+from tests.workers.test_group import close, launch_of
 
 LEASE = 1.5
 
@@ -48,10 +50,9 @@ def group_of(
     address: str,
     security: Security | None = None,
     timeout: float = PATIENCE,
-    lost: Callable[[], Exception | None] = lambda: None,
 ) -> Group:
     found = FoundServers(address, (address,) if index == 0 else (), security or Security())
-    return Group(index, 2, found, WSPCallback(lease=LEASE).settings, timeout, lost)
+    return Group(launch_of(index, 2, WSPCallback(lease=LEASE).settings, timeout), found)
 
 
 class Server:
@@ -102,9 +103,9 @@ def gathers(index: int, address: str) -> list[Any]:
         one.open()
         found = one.gather(index, "a test")
     except BaseException as error:
-        one.close(str(error))
+        close(one, str(error))
         raise
-    one.close()
+    close(one)
     return found
 
 
@@ -157,17 +158,15 @@ def test_each_node_says_once_who_is_lost_and_nobody_waits_for_it(lost: int, monk
     with ThreadPoolExecutor(3) as pool, GrpcServer(rooms) as server:
         groups = [
             Group(
-                index,
-                3,
+                launch_of(index, 3, settings, PATIENCE),
                 FoundServers(server.address, (server.address,) if index == 0 else (), Security()),
-                settings,
-                PATIENCE,
-                place=places[index],
-                stays=index == 0,
                 on_loss=lambda *loss, index=index: told[index].append(loss),
             )
             for index in range(3)
         ]
+        groups[0]._stays_after_loss = True  # as torchrun has started it
+        for one in groups:
+            one._departures.places = {one.index: places[one.index]}
         for opened in [pool.submit(one.open) for one in groups]:
             opened.result(PATIENCE)
         one = groups.pop(lost)
@@ -240,7 +239,7 @@ def refused(address: str, shown: Security) -> str:
     one = group_of(0, address, shown)
     with pytest.raises(SettingError) as error:
         one.open()
-    one.close("refused")
+    close(one, "refused")
     return str(error.value)
 
 
@@ -260,22 +259,23 @@ def test_who_shows_the_wrong_things_is_told_in_one_sentence(tmp_path: Path) -> N
         silent = group_of(0, server.address, Security(token=ours.token), timeout=0.5)
         with pytest.raises(ServersSilent, match=r"for an answer: .* other certificates than security has\?"):
             silent.open()
-        silent.close("refused")
+        close(silent, "refused")
     rooms.close()
     one = group_of(0, "node-1:5000", Security(token="a"))
     with pytest.raises(SettingError, match="node-1:5000 is open to other machines and security has no certificates"):
         one.open()
-    one.close("refused")
+    close(one, "refused")
 
 
-def test_servers_that_will_not_come_back_end_a_wait() -> None:
+def test_servers_that_will_not_come_back_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ``timeout`` when the one who started the server has given it up."""
     known = iter([None, None])
     given_up = ServerLost("the parameter server has failed 6 times")
-    one = group_of(0, "127.0.0.1:1", timeout=600.0, lost=lambda: next(known, given_up))
+    one = group_of(0, "127.0.0.1:1", timeout=600.0)
+    monkeypatch.setattr(servers, "lost", lambda: next(known, given_up))
     with pytest.raises(ServerLost, match="has failed 6 times"):
         one.open()
-    one.close("ended")
+    close(one, "ended")
 
 
 def test_a_gather_waits_within_what_it_is_told() -> None:
@@ -297,7 +297,7 @@ def test_a_gather_waits_within_what_it_is_told() -> None:
         found = [pool.submit(one.gather, one.index, "a test") for one in groups]
         assert [each.result(PATIENCE) for each in found] == [[0, 1], [0, 1]]
         groups[0].waiting = nullcontext
-        for closed in [pool.submit(one.close) for one in groups]:
+        for closed in [pool.submit(close, one) for one in groups]:
             closed.result(PATIENCE)
     assert waited == ["began", "ended"]
     rooms.close()
@@ -319,6 +319,6 @@ def test_a_gather_may_be_larger_than_what_a_server_takes(monkeypatch: pytest.Mon
             short, large = each.result(PATIENCE)
             assert short == "short"
             assert torch.equal(large, value)
-        for closed in [pool.submit(one.close) for one in groups]:
+        for closed in [pool.submit(close, one) for one in groups]:
             closed.result(PATIENCE)
     rooms.close()

@@ -45,7 +45,7 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.modules import children
 from lightning_hetpipe.torch_private.tensors import pytree
-from lightning_hetpipe.workers.shared_metrics import is_shared
+from lightning_hetpipe.workers.collectives import is_shared
 
 _NOT_THE_USER = (
     *("lightning_hetpipe.run.", "lightning_hetpipe.redirect", "lightning_hetpipe.pipeline."),

@@ -38,7 +38,7 @@ from lightning_hetpipe.run.together import (
     check_shares,
     minibatches_per_step,
 )
-from lightning_hetpipe.workers.coming_back import nameless_file
+from lightning_hetpipe.workers.seats import nameless_file
 from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 

@@ -1,4 +1,7 @@
-"""Seats in a run, and coming to one: at the beginning of an epoch, a process takes a lost seat or a seat never taken.
+"""Seats of virtual workers in a run: how they are lost, and taken by another process.
+
+A virtual worker hears of departures from coordinators. At the beginning of an epoch, a process takes a lost seat or a
+seat never taken.
 
 The process runs the user's program from its start. It is *returning* until it has a seat in the fit: virtual worker 0's
 record answers its gathers, which reach nobody. Virtual worker 0 leaves two things with the coordinator, in the session
@@ -18,7 +21,7 @@ import io
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -27,6 +30,7 @@ import torch
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost, say
 from lightning_hetpipe.server.process.client import Client
+from lightning_hetpipe.server.protocol.messages import Departed, Lost
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.join_handshake import JoinHandshake
@@ -40,6 +44,81 @@ EXCHANGE = "the exchange of"
 
 _AGAIN = 0.1
 """Seconds between requests for the coordinator's status."""
+
+
+class Departures:
+    """Virtual workers that virtual worker ``index`` knows to be lost. Any thread may call it.
+
+    Args:
+        place: Its node as text, or empty for a single node.
+        on_loss: Called for each lost virtual worker as ``LostWorkers.note`` is, in the first remaining process of a
+            node.
+
+    Attributes:
+        places: Nodes of all known virtual workers.
+        has_told: True if ``on_loss`` was called here.
+    """
+
+    def __init__(self, index: int, place: str, on_loss: Callable[[int, str, str, str], None]) -> None:
+        self._index, self._on_loss = index, on_loss
+        self.places = {index: place}
+        self.lost: set[int] = set()
+        self.has_told = False
+        self._newest: dict[int, int] = {}  # incarnations of virtual workers that are there again
+        self._clocks: dict[int, int] = {}
+
+    def note(self, departed: Departed, of_fit: bool, in_fit: bool, is_told: bool = True) -> str | None:
+        """Record and report a departure. Return the sentence about it, or None if there is nothing to do now.
+
+        Args:
+            of_fit: Whether the session of a fit reports it.
+            in_fit: Whether there is a fit, whose session reports it as well, with the number of waves.
+            is_told: Whether it is news, to report here.
+        """
+        vw, why = departed.vw, departed.why
+        if vw in self.lost or (in_fit and not of_fit):
+            return None
+        self.lost.add(vw)
+        if of_fit:
+            self._clocks[vw] = departed.clock
+        who = self._named(vw)
+        what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
+        if is_told and self._speaks(self.lost):
+            self.has_told = True
+            self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
+        return what
+
+    def newly(self) -> dict[int, int]:
+        """Return the virtual workers that the present fit has lost since the last call, with their clocks."""
+        return {vw: self._clocks.pop(vw) for vw in [*self._clocks]}
+
+    def find(self, back: Mapping[int, int]) -> None:
+        """Record that the virtual workers ``back`` are there again, with their incarnations."""
+        self._newest.update(back)
+        self.lost -= back.keys()
+
+    def is_of_former(self, departed: Departed) -> bool:
+        """Return True for the end of an earlier process of a virtual worker that is there again."""
+        return departed.incarnation < self._newest.get(departed.vw, 0)
+
+    def tell_of_updates(self, lost: Lost) -> None:
+        """Log which updates died with a virtual worker and the servers that had them (law L5)."""
+        if not self._speaks({*self.lost, lost.vw}):
+            return
+        who, first = self._named(lost.vw), lost.first
+        if lost.last < 0:
+            say(f"what {who} had pushed from wave {first} on, if anything, is lost: only the lost server knew of it")
+        else:
+            waves = f"wave {first}" if first == lost.last else f"waves {first} to {lost.last}"
+            say(f"the updates of {who} from {waves} are lost: only it and the lost server had them")
+
+    def _named(self, vw: int) -> str:
+        return f"virtual worker {vw}" + (f" ({self.places[vw]})" if self.places.get(vw) else "")
+
+    def _speaks(self, gone: Collection[int]) -> bool:
+        """Return True if this is the first virtual worker of its node that is not ``gone``."""
+        here = [i for i, place in self.places.items() if place == self.places[self._index] and i not in gone]
+        return self._index == min(here)
 
 
 def nameless_file() -> tuple[IO[bytes], Path]:
@@ -99,11 +178,10 @@ class FitRecord:
 
 class Returning:
     """This process while it comes back as virtual worker ``index`` and has no seat in the fit. ``launch`` is its client
-    in the session of the launch. The other virtual workers wait ``lease`` seconds for it. ``is_new`` is True for the
-    first process with this seat."""
+    in the session of the launch. ``is_new`` is True for the first process with this seat."""
 
-    def __init__(self, launch: Client, index: int, size: int, lease: float, is_new: bool = False) -> None:
-        self._launch, self._index, self._size, self._lease = launch, index, size, lease
+    def __init__(self, launch: Client, index: int, size: int, is_new: bool) -> None:
+        self._launch, self._index, self._size = launch, index, size
         comes = "comes" if is_new else "comes back"
         say(f"virtual worker {index} {comes} to a run that goes on, and takes part from its next epoch on")
         content = self._recalled(RECORD)
@@ -158,10 +236,6 @@ class Returning:
             raise too_late(self._index)
         return content
 
-    def missed(self) -> SeatMissed:
-        """Make the error of a process that got no seat when it asked for one."""
-        return SeatMissed(self._lease)
-
     def close(self) -> None:
         """Delete the checkpoint."""
         self._file.close()
@@ -192,8 +266,7 @@ class Seats:
         if self._index == 0:
             self._launch, self._session, self._handshake = launch, session, handshake
         elif handshake.returns:
-            lease, is_new = handshake.settings.lease, handshake.is_new
-            self.returning = Returning(launch, self._index, self._size, lease, is_new)
+            self.returning = Returning(launch, self._index, self._size, handshake.is_new)
 
     def close(self) -> None:
         """Delete the checkpoint of a process that comes back."""
@@ -252,7 +325,7 @@ class Seats:
         if self._launch is None or not checkpoint.stat().st_size:
             return
         self._launch.kept.leave(STATE, checkpoint, readers=vws.values())
-        until, again = time.monotonic() + self._handshake.settings.lease, threading.Event()
+        until, again = time.monotonic() + self._handshake.launch.wsp.lease, threading.Event()
         while time.monotonic() < until:
             check()
             if {*vws} <= {*self._handshake.status_of(self._record.session).get("newcomers", [])}:
