@@ -23,8 +23,7 @@ from lightning_hetpipe.hosts.host_child import CHILD, LONGEST_REASON
 from lightning_hetpipe.hosts.secured_socket import INTRODUCING, Door, listen, unlike
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.process.signals import Signals, guarded
-from lightning_hetpipe.server.transport.rejections import Rejections
-from lightning_hetpipe.server.transport.security import Security, joined, split
+from lightning_hetpipe.server.transport.security import Rejections, Security, joined, split
 
 MOST_HOSTS = 64
 """Largest number of processes at a time. Further connections are closed."""

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.interface import RELEASE as PACKAGE
-from lightning_hetpipe.server.transport.rejections import printable
-from lightning_hetpipe.server.transport.security import Security, split
+from lightning_hetpipe.server.transport.security import Security, printable, split
 
 RELEASE = f"lightning_hetpipe {PACKAGE} with torch {metadata.version('torch')}"
 """Release that both ends must have, so that operators have the same names and compute the same bits."""

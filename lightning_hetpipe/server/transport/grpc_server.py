@@ -7,10 +7,21 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Self
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.transport.body_buffers import copy, fill, flat, portions, total
 from lightning_hetpipe.server.transport.call_threads import CallThreads
 from lightning_hetpipe.server.transport.codec import Malformed
-from lightning_hetpipe.server.transport.frames import ANY_SIZE, CHUNK, OVERHEAD, Answer, Opening, Outcome
+from lightning_hetpipe.server.transport.frames import (
+    ANY_SIZE,
+    CHUNK,
+    OVERHEAD,
+    Answer,
+    Opening,
+    Outcome,
+    copy,
+    fill,
+    flat,
+    portions,
+    total,
+)
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.interface import (
     HEADER_LIMIT,
@@ -21,8 +32,7 @@ from lightning_hetpipe.server.transport.interface import (
     Reply,
     SenderGone,
 )
-from lightning_hetpipe.server.transport.rejections import Rejections, printable
-from lightning_hetpipe.server.transport.security import Security, split
+from lightning_hetpipe.server.transport.security import Rejections, Security, printable, split
 from lightning_hetpipe.server.transport.shared_memory import NoBlock, Views, place_of
 
 SERVICE = "hetpipe"
