@@ -74,7 +74,7 @@ def _admitted(raw: socket.socket, given: dict[str, Any], reasons: int) -> Any:
     from lightning_hetpipe.server.transport.security import Security
 
     try:
-        return admit(raw, Security(**given), INTRODUCING)
+        return admit(raw, Security(**given), INTRODUCING)[0]
     except (Refused, OSError) as refused:
         with suppress(OSError):  # hetpipe-host ends
             os.write(reasons, str(refused).encode(errors="replace")[:LONGEST_REASON])

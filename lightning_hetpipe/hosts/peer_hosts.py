@@ -21,15 +21,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.secured_socket import (
-    Door,
-    Refused,
-    admit,
-    connect,
-    hear,
-    listen,
-    tell,
-)
+from lightning_hetpipe.hosts.secured_socket import Door, Refused, admit, connect, listen
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, InputGradients, Message, Output, Result
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Value
@@ -85,7 +77,7 @@ class PeerHosts:
         reasons: list[str | None] = []
         for place, (address, secret) in enumerate(hosts):
             try:
-                link = _Link(address, self._security, {"secret": secret, "stage": stage})
+                link = _Link(address, self._security, secret, stage)
             except (Refused, OSError, SettingError) as error:
                 reasons.append(getattr(error, "strerror", None) or str(error))
                 continue
@@ -164,17 +156,15 @@ class PeerHosts:
     def _take(self, raw: socket.socket, secret: str) -> None:
         """Take what a peer hands over, until it ends."""
         assert self._door is not None
+
+        def refused(shown: dict[str, Any]) -> str | None:
+            is_known = isinstance(shown.get("stage"), int) and hmac.compare_digest(str(shown.get("secret")), secret)
+            return None if is_known else "its leader has named another secret"
+
         with suppress(Refused, OSError):
-            connection = admit(raw, self._security, REACHING)
+            connection, shown = admit(raw, self._security, REACHING, refused)
             self._door.heard(raw)
-            raw.settimeout(REACHING)
-            shown = hear(connection)
-            raw.settimeout(None)
-            stage = shown.get("stage")
-            if not isinstance(stage, int) or not hmac.compare_digest(str(shown.get("secret")), secret):
-                return
-            tell(connection, {})
-            wire = Wire(connection)
+            stage, wire = shown["stage"], Wire(connection)
             self._wires.append(wire)
             try:
                 while True:
@@ -199,17 +189,9 @@ class PeerHosts:
 class _Link:
     """Connection to a peer, with a thread that sends, so that no stage waits for the network."""
 
-    def __init__(self, address: str, security: Security, shown: dict[str, Any]) -> None:
+    def __init__(self, address: str, security: Security, secret: str, stage: int) -> None:
         security.check(address)
-        raw, connection = connect(address, security, REACHING)
-        try:
-            raw.settimeout(REACHING)
-            tell(connection, shown)
-            hear(connection)
-            raw.settimeout(None)
-        except BaseException:
-            raw.close()
-            raise
+        _, connection = connect(address, security, REACHING, secret=secret, stage=stage)
         self._wire = Wire(connection)
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, name="hetpipe-host-hands-over", daemon=True)

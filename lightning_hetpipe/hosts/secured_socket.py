@@ -283,10 +283,11 @@ class Door:
         return True
 
 
-def connect(address: str, security: Security, seconds: float) -> tuple[socket.socket, Connection]:
+def connect(address: str, security: Security, seconds: float, **more: Any) -> tuple[socket.socket, Connection]:
     """Connect to ``address``. Both sides show the credentials of ``security``, and their `RELEASE`.
 
-    Return the socket, then without a timeout, and the connection over it.
+    This side also shows ``more``, as JSON values. Return the socket, then without a timeout, and the connection over
+    it.
 
     Raises:
         Refused: if one side does not let the other in.
@@ -298,7 +299,7 @@ def connect(address: str, security: Security, seconds: float) -> tuple[socket.so
     try:
         keep_alive(raw)
         connection: Connection = SecuredSocket(raw, security, split(address)[0]) if security.encrypted else raw
-        tell(connection, {"token": security.token, "release": RELEASE})
+        tell(connection, {"token": security.token, "release": RELEASE, **more})
         answer = hear(connection)
         if reason := answer.get("refused"):
             raise Refused(str(reason))
@@ -311,11 +312,18 @@ def connect(address: str, security: Security, seconds: float) -> tuple[socket.so
     return raw, connection
 
 
-def admit(raw: socket.socket, security: Security, seconds: float) -> Connection:
-    """Let in a caller of :func:`connect`, and return the connection over ``raw``.
+def admit(
+    raw: socket.socket,
+    security: Security,
+    seconds: float,
+    refused: Callable[[dict[str, Any]], str | None] = lambda shown: None,
+) -> tuple[Connection, dict[str, Any]]:
+    """Let in a caller of :func:`connect`. Return the connection over ``raw``, and what the caller has shown.
+
+    ``refused`` returns why a caller with the right token and release is not let in, or None.
 
     Raises:
-        Refused: if it shows another token, release or certificate.
+        Refused: if it shows another token, release or certificate, or for the reason of ``refused``.
         OSError: if it does not show them within ``seconds``.
     """
     raw.settimeout(seconds)
@@ -323,17 +331,18 @@ def admit(raw: socket.socket, security: Security, seconds: float) -> Connection:
     with _within(raw, seconds):
         connection: Connection = SecuredSocket(raw, security, None) if security.encrypted else raw
         shown = hear(connection)
-        reason = None
         if not security.admits(shown.get("token") if isinstance(shown.get("token"), str) else None):
             reason = "HETPIPE_TOKEN is another one there; set the same one for both"
         elif shown.get("release") != RELEASE:
             said = printable(str(shown.get("release")))
             reason = f"it is of release {RELEASE}, and the caller of {said}; install the same on both"
+        else:
+            reason = refused(shown)
         tell(connection, {"release": RELEASE} if reason is None else {"refused": reason})
     if reason is not None:
         raise Refused(reason)
     raw.settimeout(None)
-    return connection
+    return connection, shown
 
 
 @contextmanager

@@ -125,10 +125,10 @@ def copy(target: memoryview, source: memoryview | bytes) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def portions(buffers: Sequence[memoryview], size: int) -> Iterator[bytes]:
-    """Divide buffers from `flat` into portions of ``size`` bytes, which may go over several buffers."""
+def portions(buffers: Sequence[memoryview]) -> Iterator[bytes]:
+    """Divide buffers from `flat` into portions of `CHUNK` bytes, which may go over several buffers."""
     parts: list[memoryview] = []
-    left = size
+    left = CHUNK
     for buffer in buffers:
         start = 0
         while start < len(buffer):
@@ -138,7 +138,7 @@ def portions(buffers: Sequence[memoryview], size: int) -> Iterator[bytes]:
             left -= len(part)
             if not left:
                 yield b"".join(parts)
-                parts, left = [], size
+                parts, left = [], CHUNK
     if parts:
         yield b"".join(parts)
 

@@ -237,7 +237,7 @@ def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> 
         return
     yield Answer(Outcome.REPLY, size, place).pack(reply.header)
     if place is None:
-        yield from portions(body, CHUNK)
+        yield from portions(body)
 
 
 class _Doorkeeper:
