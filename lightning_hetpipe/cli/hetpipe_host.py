@@ -34,7 +34,7 @@ def run(config: DictConfig) -> None:
     security = security_of(config, "hosts")
     from lightning_hetpipe.hosts.host_device import told_devices  # only now: --help needs no torch
     from lightning_hetpipe.hosts.host_server import serve
-    from lightning_hetpipe.server.process.running import end
+    from lightning_hetpipe.server.process.server_process import end
 
     def ready(address: str) -> None:
         announcing(PROGRAM, security, "hosts")(address)

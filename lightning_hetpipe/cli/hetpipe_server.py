@@ -81,7 +81,7 @@ def ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
 
 
 def _serve(config: DictConfig, security: Security) -> NoReturn:
-    from lightning_hetpipe.server.process.running import end, serve
+    from lightning_hetpipe.server.process.server_process import end, serve
 
     handler: Any = built(config, "service", object)
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lightning_hetpipe.server.process.running import PARENT_GONE, serve
+from lightning_hetpipe.server.process.server_process import PARENT_GONE, serve
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import Desk
 

@@ -1,37 +1,40 @@
-"""Server as a child process that never outlives its parent, and is restarted if it dies (law L5)."""
+"""Server as a child process that never outlives its parent, and is restarted if it dies (law L5).
+
+:func:`serve` is the main loop of a server process, until SIGTERM, SIGINT, or the end of its parent.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import import_module
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 from lightning_hetpipe.errors import SettingError, say
-from lightning_hetpipe.server.process.signals import close_in_forks, forget, guarded
+from lightning_hetpipe.server.process.signals import Signals, close_in_forks, exit_now, forget, search_path, start_child
+from lightning_hetpipe.server.transport.interface import Handler
 from lightning_hetpipe.server.transport.security import Security
 
 _START = 120.0  # seconds in which a child must serve: on a busy machine torch alone takes many to import
 _STOP = 10.0  # seconds in which a child must end by itself
 _LOOK = 0.2  # seconds between checks of the child
+_HELD = 5.0  # seconds that calls may take to leave the handler once it is closed
 
-# As with multiprocessing, the search path comes from the parent: the child finds the same modules.
-CHILD = """
-import json, sys
-told = json.loads(sys.stdin.readline() or sys.exit())
-sys.path[:] = told.pop("path")
-from lightning_hetpipe.server.process.server_process import child
-child(**told)
-"""
+PARENT_GONE = 0
+"""Result of `serve` if no signal but the parent's end ended it."""
+
+_LOG = logging.getLogger(__name__)
 
 
 class ServerProcess:
@@ -65,9 +68,7 @@ class ServerProcess:
         self.security.check(address)
         self.address = address
         """``host:port``, with the port of the first start."""
-        # Absolute paths, because a program may change its folder before its server restarts.
-        path = [os.path.abspath(each) for each in sys.path]
-        self._told: dict[str, object] = {"handler": handler, "arguments": dict(arguments or {}), "path": path}
+        self._told = {"handler": handler, "arguments": dict(arguments or {}), **search_path()}
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -97,12 +98,7 @@ class ServerProcess:
         if self.pid is not None:
             return
         self.stop()  # remains of a dead child
-        child = self._child = subprocess.Popen(
-            guarded([sys.executable, "-c", CHILD, "hetpipe-server"]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        child = self._child = start_child(__name__, "hetpipe-server", stdout=subprocess.PIPE)
         try:
             answer = self._ask(child)
         except BaseException:
@@ -133,8 +129,7 @@ class ServerProcess:
                 child.stdout.close()
 
     def _ask(self, child: subprocess.Popen[bytes]) -> dict[str, str]:
-        """Send the child its settings on standard input, because other users can read command lines. Return its
-        answer."""
+        """Send the child its settings on standard input. Return its answer."""
         assert child.stdin is not None
         assert child.stdout is not None
         close_in_forks(child.stdin)
@@ -259,8 +254,6 @@ def how(code: int) -> str:
 
 def child(handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:
     """Run the child. It answers on standard output with one line of JSON: the address, or an error."""
-    from lightning_hetpipe.server.process.running import end, serve  # only the process that serves needs gRPC
-
     answers = os.dup(1)
     os.dup2(2, 1)  # output goes to the parent's standard error
 
@@ -286,3 +279,49 @@ def found(name: str) -> Any:
     made = getattr(import_module(module), attribute)
     assert callable(made), f"{name} cannot be called"
     return made
+
+
+def serve(
+    handler: Handler, address: str, security: Security, ready: Callable[[str], None], parent: int | None = None
+) -> int:
+    """Serve until a signal or the parent's end, in the main thread. Return the signal's number, or `PARENT_GONE`.
+
+    Args:
+        handler: If it has a method ``close``, this is called at the end to wake calls that wait in ``serve``.
+        ready: Called once the server serves, with its address, which has the actual port.
+        parent: Descriptor of a file that the parent holds open. The server ends at the file's end. None: no parent.
+
+    Raises:
+        SettingError: if the address or the certificates cannot be used.
+    """
+    from lightning_hetpipe.server.transport.grpc_server import GrpcServer  # only the process that serves needs gRPC
+
+    with Signals() as signals:
+        server = GrpcServer(handler, address, security)
+        try:
+            with server:
+                ready(server.address)
+                return _wait(signals, parent)
+        finally:
+            getattr(handler, "close", lambda: None)()
+
+
+def _wait(signals: Signals, parent: int | None) -> int:
+    """Return the first signal's number, or `PARENT_GONE`."""
+    watched = [signals.fileno()] if parent is None else [signals.fileno(), parent]
+    readable, _, _ = select.select(watched, [], [])  # the parent writes nothing more
+    return signals.read() if signals.fileno() in readable else PARENT_GONE
+
+
+def end(code: int) -> NoReturn:
+    """End the process, even if a handler still waits, without finalising the interpreter. With torch, that would delay
+    the end of a launch by most of a second."""
+    deadline = time.monotonic() + _HELD
+    ours = threading.current_thread()
+    for thread in threading.enumerate():
+        if thread is not ours and not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _LOG.warning("hetpipe server: %s did not end in %g s; ending without it", thread.name, _HELD)
+                break
+    exit_now(code)

@@ -1,4 +1,4 @@
-"""Signals of processes: the signals that end a server, and the kernel's signal that a parent has ended.
+"""Children of processes, and their signals: those that end a server, and the kernel's that a parent has ended.
 
 Linux sends a child a chosen signal when the *thread* that forked it ends (PR_SET_PDEATHSIG). A child needs this signal
 for the seconds in which it imports and cannot watch its parent yet. So that thread must live until the child ends, or
@@ -12,6 +12,7 @@ import ctypes
 import logging
 import os
 import signal
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +42,29 @@ def guarded(command: Sequence[str]) -> list[str]:
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), *command]
+
+
+# As with multiprocessing, the search path comes from the parent: the child finds the same modules.
+CHILD = """
+import json, sys
+told = json.loads(sys.stdin.readline() or sys.exit())
+sys.path[:] = told.pop("path")
+from {} import child
+child(**told)
+"""
+
+
+def start_child(module: str, name: str, **more: Any) -> subprocess.Popen[bytes]:
+    """Start a child that calls ``child`` of ``module``, with arguments for ``Popen``. ``name`` is for people who list
+    processes. The child reads a line of JSON with `search_path` and the arguments of ``child``, because other users can
+    read command lines."""
+    command = guarded([sys.executable, "-c", CHILD.format(module), name])
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **more)
+
+
+def search_path() -> dict[str, object]:
+    """Return the search path for later children. Its paths are absolute, because a program may change its folder."""
+    return {"path": [os.path.abspath(each) for each in sys.path]}
 
 
 def forget() -> None:
