@@ -25,8 +25,7 @@ from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, NotJoined
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
-from lightning_hetpipe.server.process.sessions import SessionChannel
+from lightning_hetpipe.server.process.sessions import COORDINATOR_METHOD, SessionChannel
 from lightning_hetpipe.server.process.waits import LONGEST_WAIT, Cancelled, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Departed, Leave, Lost, Parameter, TrainingSignature, encode

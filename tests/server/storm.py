@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import Any, Self
 
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
+from lightning_hetpipe.server.process.sessions import COORDINATOR_METHOD, SHARD_METHOD
 from lightning_hetpipe.server.protocol.messages import (
     Join,
     Leave,

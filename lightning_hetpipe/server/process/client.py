@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 from torch import Tensor
 
 from lightning_hetpipe.server.process.held_weights import HeldWeights, ShardCall, WeightHolder, decisive
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
+from lightning_hetpipe.server.process.sessions import COORDINATOR_METHOD, SHARD_METHOD
 from lightning_hetpipe.server.process.waits import LONGEST_WAIT, Cancelled, KeptContent, ServersSilent, Wait
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault

@@ -18,8 +18,7 @@ from enum import Enum
 from typing import Any
 
 from lightning_hetpipe.server.protocol import messages
-from lightning_hetpipe.server.protocol.commit_log import CommitLog, Recovery
-from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
+from lightning_hetpipe.server.protocol.commit_log import CommitLog, GenerationBegan, Note, Recovery, ignore
 from lightning_hetpipe.server.protocol.gathers import Bytes, Gathers, KeptBytes
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Answer, Request
