@@ -33,15 +33,16 @@ def run(config: DictConfig) -> None:
     config_checks.check(config, PROGRAM)
     security = security_of(config, "hosts")
     from lightning_hetpipe.hosts.host_device import told_devices  # only now: --help needs no torch
-    from lightning_hetpipe.hosts.host_server import serve
+    from lightning_hetpipe.hosts.host_server import HostServer
     from lightning_hetpipe.server.process.server_process import end
+    from lightning_hetpipe.server.process.signals import until_signal
 
     def ready(address: str) -> None:
         announcing(PROGRAM, security, "hosts")(address)
         if devices := told_devices():
             print(f"{PROGRAM.name}: besides its CPU, this machine has {devices}.", flush=True)
 
-    end(128 + serve(config.address, security, ready))
+    end(128 + until_signal(HostServer(config.address, security), ready))
 
 
 if __name__ == "__main__":

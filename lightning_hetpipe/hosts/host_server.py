@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any, Self
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.secured_socket import INTRODUCING, Connection, Door, Refused, admit, listen, unlike
 from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.server.process.signals import Signals, search_path, start_child
+from lightning_hetpipe.server.process.signals import search_path, start_child
 from lightning_hetpipe.server.transport.security import Rejections, Security, joined, split
 
 MOST_HOSTS = 64
@@ -136,16 +135,6 @@ class HostServer:
         with suppress(OSError), process.stdin as pipe:
             pipe.write(json.dumps({**self._told, "descriptor": descriptor, "reasons": reasons}).encode() + b"\n")
         return process
-
-
-def serve(address: str, security: Security, ready: Callable[[str], None]) -> int:
-    """Serve until a signal, and return its number. ``ready`` is called with the address once the server listens.
-
-    This must be called in the main thread. Errors are as for :class:`HostServer`.
-    """
-    with Signals() as signals, HostServer(address, security) as server:
-        ready(server.address)
-        return signals.read()
 
 
 def child(security: dict[str, Any], descriptor: int, reasons: int) -> None:

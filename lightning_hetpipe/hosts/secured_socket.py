@@ -180,26 +180,6 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def arriving(
-    listener: socket.socket, make_room: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[socket.socket, str]]:
-    """Yield connections to ``listener``, and their origins, until it is shut down.
-
-    If a connection cannot be accepted, ``make_room`` may end another connection, and returns True if it did.
-    """
-    pause = threading.Event()
-    while True:
-        try:
-            connection, peer = listener.accept()
-        except OSError as error:
-            if error.errno not in _PASSING:
-                return
-            if not make_room():
-                pause.wait(_AGAIN)
-        else:
-            yield connection, peer[0] if peer else ""
-
-
 class Door:
     """Acceptor of connections, each in a thread of its own, from :meth:`open` to :meth:`close`.
 
@@ -249,10 +229,19 @@ class Door:
             thread.join(until and max(0.0, until - time.monotonic()))
 
     def _take(self) -> None:
-        for connection, host in arriving(self._listener, self._end_silent):
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    return  # the listener is shut down
+                if not self._end_silent():
+                    time.sleep(_AGAIN)
+                continue
             if len(self._there) >= self._most and not self._end_silent():
                 connection.close()
                 continue
+            host = peer[0] if peer else ""
             thread = threading.Thread(target=self._run, args=(connection, host), name=self._name, daemon=True)
             with self._lock, suppress(RuntimeError):  # this process may have no more threads
                 if not self._closed:
@@ -331,6 +320,7 @@ def admit(
     with _within(raw, seconds):
         connection: Connection = SecuredSocket(raw, security, None) if security.encrypted else raw
         shown = hear(connection)
+        reason: str | None
         if not security.admits(shown.get("token") if isinstance(shown.get("token"), str) else None):
             reason = "HETPIPE_TOKEN is another one there; set the same one for both"
         elif shown.get("release") != RELEASE:

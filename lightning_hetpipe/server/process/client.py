@@ -204,11 +204,7 @@ class Client:
         self._do(begin)
         gathered = self.member.gathered
         assert gathered is not None
-        found, start = {}, 0
-        for each in gathered.parts:
-            found[each.vw] = bytes(self._gathered[start : start + each.size])
-            start += each.size
-        return found
+        return {vw: bytes(own) for vw, own in gathered.split(memoryview(self._gathered)).items()}
 
     def cancel(self) -> None:
         """End the running wait and all later waits with ``Cancelled``."""

@@ -9,20 +9,26 @@ import json
 import logging
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib import import_module
 from typing import Any, NoReturn, Self, cast
 
 from lightning_hetpipe.errors import SettingError, say
-from lightning_hetpipe.server.process.signals import Signals, close_in_forks, exit_now, forget, search_path, start_child
+from lightning_hetpipe.server.process.signals import (
+    close_in_forks,
+    exit_now,
+    forget,
+    search_path,
+    start_child,
+    until_signal,
+)
 from lightning_hetpipe.server.transport.interface import Handler
 from lightning_hetpipe.server.transport.security import Security
 
@@ -30,9 +36,6 @@ _START = 120.0  # seconds in which a child must serve: on a busy machine torch a
 _STOP = 10.0  # seconds in which a child must end by itself
 _LOOK = 0.2  # seconds between checks of the child
 _HELD = 5.0  # seconds that calls may take to leave the handler once it is closed
-
-PARENT_GONE = 0
-"""Result of `serve` if no signal but the parent's end ended it."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -284,33 +287,21 @@ def found(name: str) -> Any:
 def serve(
     handler: Handler, address: str, security: Security, ready: Callable[[str], None], parent: int | None = None
 ) -> int:
-    """Serve until a signal or the parent's end, in the main thread. Return the signal's number, or `PARENT_GONE`.
+    """Serve as `until_signal` does. Raise SettingError if the address or the certificates cannot be used.
 
-    Args:
-        handler: If it has a method ``close``, this is called at the end to wake calls that wait in ``serve``.
-        ready: Called once the server serves, with its address, which has the actual port.
-        parent: Descriptor of a file that the parent holds open. The server ends at the file's end. None: no parent.
-
-    Raises:
-        SettingError: if the address or the certificates cannot be used.
+    If ``handler`` has a method ``close``, this is called at the end to wake calls that wait in its ``serve``.
     """
     from lightning_hetpipe.server.transport.grpc_server import GrpcServer  # only the process that serves needs gRPC
 
-    with Signals() as signals:
-        server = GrpcServer(handler, address, security)
+    @contextmanager
+    def serving() -> Iterator[GrpcServer]:
         try:
-            with server:
-                ready(server.address)
-                return _wait(signals, parent)
+            with GrpcServer(handler, address, security) as server:
+                yield server
         finally:
             getattr(handler, "close", lambda: None)()
 
-
-def _wait(signals: Signals, parent: int | None) -> int:
-    """Return the first signal's number, or `PARENT_GONE`."""
-    watched = [signals.fileno()] if parent is None else [signals.fileno(), parent]
-    readable, _, _ = select.select(watched, [], [])  # the parent writes nothing more
-    return signals.read() if signals.fileno() in readable else PARENT_GONE
+    return until_signal(serving(), ready, parent)
 
 
 def end(code: int) -> NoReturn:

@@ -11,19 +11,25 @@ import contextlib
 import ctypes
 import logging
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a program that Ctrl-C has ended, as shells report it."""
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a program that SIGTERM has ended, as shells report it."""
+
+PARENT_GONE = 0
+"""Result of `until_signal` if no signal but the parent's end ended the server."""
 
 _SET = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
@@ -74,13 +80,7 @@ def forget() -> None:
             ctypes.CDLL(None).prctl(_SET, 0, 0, 0, 0)
 
 
-class Closable(Protocol):
-    """Socket or file."""
-
-    def close(self) -> None: ...
-
-
-def close_in_forks(end: Closable) -> None:
+def close_in_forks(end: socket.socket | IO[bytes]) -> None:
     """Close ``end`` in forks. Otherwise a DataLoader worker would hide from other processes that this process died."""
     held = weakref.ref(end)
 
@@ -112,28 +112,26 @@ def handled(handlers: Mapping[int, Any]) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-class Signals:
-    """SIGTERM and SIGINT as bytes in a pipe. A signal handler may take no lock, so it cannot set an event."""
+def until_signal(server: AbstractContextManager[Any], ready: Callable[[str], None], parent: int | None = None) -> int:
+    """Let ``server`` serve until SIGTERM, SIGINT or the parent's end. Return the signal's number, or `PARENT_GONE`.
 
-    def __enter__(self) -> Signals:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._handled = handled(dict.fromkeys((signal.SIGTERM, signal.SIGINT), self._note))
-        self._handled.__enter__()
-        return self
+    This must be called in the main thread. A handler may take no lock, so signals are bytes in a pipe and no event.
 
-    def __exit__(self, *_: object) -> None:
-        self._handled.__exit__(None, None, None)  # from here on a second signal ends the process at once
-        os.close(self._read)
-        os.close(self._write)
+    Args:
+        ready: Called once the server serves, with its ``address``.
+        parent: Descriptor of a file that the parent holds open, and to which it writes nothing more. None: no parent.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        os.write(self._write, bytes([number]))
+    def note(number: int, frame: FrameType | None) -> None:
+        os.write(write, bytes([number]))
 
-    def fileno(self) -> int:
-        """Return the descriptor that is readable after a signal."""
-        return self._read
-
-    def read(self) -> int:
-        """Return the number of the first unread signal."""
-        return os.read(self._read, 1)[0]
+    try:
+        with handled({signal.SIGTERM: note, signal.SIGINT: note}), server as serving:
+            ready(serving.address)
+            readable, _, _ = select.select([read] if parent is None else [read, parent], [], [])
+            return os.read(read, 1)[0] if read in readable else PARENT_GONE
+    finally:  # a second signal has ended the process at once
+        os.close(read)
+        os.close(write)

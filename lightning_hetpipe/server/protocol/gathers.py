@@ -80,10 +80,7 @@ class Gathers:
         if gathered.size != len(body) or any(part.size < 0 for part in gathered.parts):
             raise RemoteFault(Refusal.MALFORMED, f"gather {name} is reported with {len(body)} bytes")
         if name > self._name:
-            self._name, self._parts, start = name, {}, 0
-            for part in gathered.parts:
-                self._parts[part.vw] = body[start : start + part.size]
-                start += part.size
+            self._name, self._parts = name, {**gathered.split(memoryview(body))}
 
 
 class KeptBytes:

@@ -143,9 +143,6 @@ class GrpcServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
         """End running calls with `Unreachable`, free the port, and wait for threads that are not in the handler."""
         server, self._server = self._server, None
         if server is None or self._threads is None:
