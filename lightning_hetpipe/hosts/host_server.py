@@ -22,8 +22,7 @@ from typing import Any, Self
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.secured_socket import INTRODUCING, Connection, Door, Refused, admit, listen, unlike
-from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.server.process.signals import search_path, start_child
+from lightning_hetpipe.server.process.signals import how, search_path, start_child
 from lightning_hetpipe.server.transport.security import Rejections, Security, joined, split
 
 MOST_HOSTS = 64

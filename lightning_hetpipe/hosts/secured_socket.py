@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.interface import RELEASE as PACKAGE
@@ -41,18 +41,6 @@ _LONGEST = 1 << 16  # bytes
 
 _ANOTHER_PROTOCOL = "it speaks another protocol"
 _NO_CERTIFICATE = "it shows no certificate: it is another program, or was started without HETPIPE_CERTIFICATE"
-
-
-class Connection(Protocol):
-    """The part of a socket that messages need."""
-
-    def sendall(self, data: Any, /) -> None: ...
-
-    def recv_into(self, memory: memoryview, /) -> int: ...
-
-    def shutdown(self, how: int, /) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Refused(Exception):
@@ -132,6 +120,9 @@ class SecuredSocket:
 
     def close(self) -> None:
         self._raw.close()
+
+
+Connection = socket.socket | SecuredSocket
 
 
 def _unfit(error: ssl.SSLError) -> str:

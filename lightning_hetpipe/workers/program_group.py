@@ -12,7 +12,7 @@ from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.ends import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.server.process.server_process import how
+from lightning_hetpipe.server.process.signals import how
 from lightning_hetpipe.workers.shared_metrics import share
 
 if TYPE_CHECKING:

@@ -26,6 +26,9 @@ from lightning_hetpipe.server.transport.interface import CallRefused, Channel, R
 TIME_TO_LEAVE = 10.0
 """Seconds for which a VW repeats that it leaves, because the coordinator may be restarting. Then its lease runs out."""
 
+MOST_CALLS = 1000
+"""Largest number of simultaneous calls. There is one for each server and each holder of its weights."""
+
 News = TypeVar("News", messages.Departed, messages.Lost)
 
 
@@ -105,8 +108,7 @@ class Client:
         self._part = b""
         self._gathered = bytearray()
         self._join_timeout = longest_wait if join_timeout is None else join_timeout
-        self._name = name
-        self._pool = self._new_pool()
+        self._pool = ThreadPoolExecutor(MOST_CALLS, thread_name_prefix=name)
         self._busy = threading.Lock()
         """Held while the member makes requests."""
         self._left = False
@@ -164,8 +166,6 @@ class Client:
         with self._busy:
             self.member.check_idle()
             self._held.hold(lambda server, index: holder(self._channels[server], index), self.member.newest)
-            self._pool.shutdown()
-            self._pool = self._new_pool()
 
     def synchronise(self, update: Sequence[Tensor], *, cut: bool = False) -> list[Tensor]:
         """End a wave: push ``update`` and return w_global, which includes it.
@@ -273,10 +273,6 @@ class Client:
             self._told.update(dict.fromkeys(news))
         for each in news:
             listener(each)
-
-    def _new_pool(self) -> ThreadPoolExecutor:
-        """Make a pool with one thread for each simultaneous call, and one to join again."""
-        return ThreadPoolExecutor(self._held.parts + 1, thread_name_prefix=self._name)
 
     def _take(self, update: Sequence[Tensor]) -> None:
         self.member.check_idle()

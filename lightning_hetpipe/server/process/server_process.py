@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from importlib import import_module
+from multiprocessing.connection import wait
+from pkgutil import resolve_name
 from typing import Any, NoReturn, Self, cast
 
 from lightning_hetpipe.errors import SettingError, say
@@ -25,6 +25,7 @@ from lightning_hetpipe.server.process.signals import (
     close_in_forks,
     exit_now,
     forget,
+    how,
     search_path,
     start_child,
     until_signal,
@@ -142,17 +143,12 @@ class ServerProcess:
             child.stdin.flush()
         except BrokenPipeError:
             raise RuntimeError(f"the server's process ended at its start, with status {child.wait(_STOP)}") from None
-        deadline, late = time.monotonic() + _START, threading.Timer(_START, child.kill)
-        late.daemon = True
-        late.start()
-        try:
-            with child.stdout:
-                said = child.stdout.readline()
-        finally:
-            late.cancel()
-        if not said:
-            if time.monotonic() > deadline:
+        with child.stdout as answers:
+            if not wait([answers.fileno()], _START):
+                child.kill()
                 raise RuntimeError(f"the server's process does not serve {self.address} within {_START:g} s")
+            said = answers.readline()
+        if not said:
             raise RuntimeError(
                 f"the server's process ended before it served {self.address}, with status {child.wait(_STOP)}; its"
                 " output above says why"
@@ -245,16 +241,6 @@ class Supervisor:
             return True
 
 
-def how(code: int) -> str:
-    """Describe the end of a process by its return code."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"died by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"died by signal {-code}"
-
-
 def child(handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:
     """Run the child. It answers on standard output with one line of JSON: the address, or an error."""
     answers = os.dup(1)
@@ -269,19 +255,11 @@ def child(handler: str, arguments: dict[str, Any], address: str, security: dict[
         answer(address=at)
 
     try:
-        serving = found(handler)(**arguments)
+        serving = resolve_name(handler)(**arguments)
         serve(serving, address, Security(**security), ready, sys.stdin.fileno())
     except SettingError as error:
         answer(refused=str(error))
     end(0)
-
-
-def found(name: str) -> Any:
-    """Import ``package.module:name``."""
-    module, _, attribute = name.partition(":")
-    made = getattr(import_module(module), attribute)
-    assert callable(made), f"{name} cannot be called"
-    return made
 
 
 def serve(

@@ -73,6 +73,16 @@ def search_path() -> dict[str, object]:
     return {"path": [os.path.abspath(each) for each in sys.path]}
 
 
+def how(code: int) -> str:
+    """Describe the end of a process by its return code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"died by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"died by signal {-code}"
+
+
 def forget() -> None:
     """Cancel the signal, because this process watches its parent itself now."""
     if sys.platform == "linux":

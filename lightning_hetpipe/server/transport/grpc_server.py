@@ -16,7 +16,6 @@ from lightning_hetpipe.server.transport.frames import (
     Answer,
     Opening,
     Outcome,
-    copy,
     fill,
     flat,
     portions,
@@ -205,11 +204,9 @@ class GrpcServer:
         def receive(memory: memoryview) -> None:
             if memory.nbytes != size:
                 raise ValueError(f"the handler opened {memory.nbytes} bytes for {size}")
-            if offered is None:
-                if left := fill(flat([memory]), messages or iter(())):
-                    raise Malformed(f"a body of {size} bytes ended, or went on, {left} bytes before its end")
-            elif memory is not offered:
-                copy(memory, offered)
+            pieces = messages or iter(()) if offered is None else iter([offered])
+            if memory is not offered and (left := fill(flat([memory]), pieces)):
+                raise Malformed(f"a body of {size} bytes ended, or went on, {left} bytes before its end")
             if not context.is_active():
                 raise SenderGone
 
