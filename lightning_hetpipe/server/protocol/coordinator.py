@@ -393,7 +393,7 @@ class Coordinator:
         elif isinstance(message, messages.Arrive):
             return self._arrive(log, message), ()
         elif isinstance(message, messages.Gather):
-            return self._gather(log, message, body)
+            return self._gathers.serve(message, body, log.clock.keys(), log.waits)
         self._admit()
         return self._roster.done(), ()
 
@@ -406,10 +406,3 @@ class Coordinator:
             return messages.Closed(clock)
         late = [vw for vw in sorted(log.clock) if vw not in log.waits]
         return messages.NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}")
-
-    def _gather(self, log: CommitLog, message: messages.Gather, body: Bytes) -> tuple[Answer, Sequence[Bytes]]:
-        name = (message.cut, message.ordinal)
-        self._gathers.give(message.vw, name, body, log.clock.keys(), log.waits)
-        if missing := self._gathers.missing(name, log.clock.keys(), log.waits):
-            return messages.NotYet(f"VW {', '.join(map(str, missing))} in gather {name}"), ()
-        return self._gathers.result(name)
