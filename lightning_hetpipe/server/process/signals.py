@@ -98,8 +98,7 @@ def close_in_forks(end: socket.socket | IO[bytes]) -> None:
         if (kept := held()) is not None:
             kept.close()
 
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=close)
+    os.register_at_fork(after_in_child=close)
 
 
 def exit_now(code: int) -> NoReturn:
