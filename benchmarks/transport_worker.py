@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.harness import Measurement, announce, wait_for_others
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.service import Service
+from lightning_hetpipe.server.process.sessions import Service
 from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignature
 from lightning_hetpipe.server.transport.frames import CHUNK as MESSAGE
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel

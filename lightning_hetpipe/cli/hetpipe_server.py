@@ -91,7 +91,7 @@ def run_server(config: DictConfig) -> None:
         return
 
     def served(security: Security, ready: Ready) -> int:
-        from lightning_hetpipe.server.process.running import serve
+        from lightning_hetpipe.server.process.server_process import serve
 
         handler: Any = built(config, "service", object)
         return serve(handler, config.address, security, ready)
@@ -109,14 +109,15 @@ def run_host(config: DictConfig) -> None:
 
     def served(security: Security, ready: Ready) -> int:
         from lightning_hetpipe.hosts.host_device import told_devices  # only now: --help needs no torch
-        from lightning_hetpipe.hosts.host_server import serve
+        from lightning_hetpipe.hosts.host_server import HostServer
+        from lightning_hetpipe.server.process.signals import until_signal
 
         def told(address: str) -> None:
             ready(address)
             if devices := told_devices():
                 print(f"{HOST.name}: besides its CPU, this machine has {devices}.", flush=True)
 
-        return serve(config.address, security, told)
+        return until_signal(HostServer(config.address, security), told)
 
     _serve(config, HOST, served)
 
@@ -150,7 +151,7 @@ def _serve(config: DictConfig, program: ConsoleScript, serve: Callable[[Security
             print(f"{program.name}: {unset}; {token}", file=sys.stderr, flush=True)
         print(f"{program.name}: serving {address}; Ctrl-C ends it.", flush=True)
 
-    from lightning_hetpipe.server.process.running import end  # only now: --help needs no gRPC
+    from lightning_hetpipe.server.process.server_process import end  # only now: --help needs no gRPC
 
     end(128 + serve(security, ready))
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
-from typing import Self
+from typing import Any, Self
 
 from lightning_hetpipe.errors import SettingError, notice_if_long, say
 from lightning_hetpipe.hosts.secured_socket import (
@@ -127,25 +127,18 @@ class HostRendezvous:
         return {node: name for node, name in self._expected.items() if node not in self._arrived}
 
     def _serve(self, raw: socket.socket, peer: str) -> None:
+        def refused(shown: dict[str, Any]) -> str | None:
+            return self._note(Arrival(**shown.get("arrival", {})), raw)
+
         try:
-            connection = admit(raw, self._security, INTRODUCING)
+            connection, shown = admit(raw, self._security, INTRODUCING, refused)
             self._door.heard(raw)
-            raw.settimeout(INTRODUCING)
-            arrival = Arrival(**hear(connection))
-            with self._changed:
-                reason = self._refused(arrival)
-                if reason is None and arrival.host:
-                    self._arrived[arrival.node], self._connections[arrival.node] = arrival, raw
-                    self._changed.notify_all()
-            if reason is not None:
-                tell(connection, {"refused": reason})
-                raise Refused(reason)
-            self._tell(connection, arrival)
-        except (Refused, TypeError) as refused:
-            say(f"a node at {peer} was refused: {refused}")
+            self._tell(connection, Arrival(**shown["arrival"]))
+        except (Refused, TypeError) as why:
+            say(f"a node at {peer} was refused: {why}")
             with self._changed:
                 if len(self._refusals) < MOST_NAMED:
-                    self._refusals[peer] = str(refused)
+                    self._refusals[peer] = str(why)
         except OSError:
             pass
 
@@ -163,14 +156,20 @@ class HostRendezvous:
                 status = self._status
         tell(connection, {"status": status})
 
-    def _refused(self, arrival: Arrival) -> str | None:
+    def _note(self, arrival: Arrival, raw: socket.socket) -> str | None:
+        """Record ``arrival`` over the connection ``raw``, or return why the process is not let in."""
         if arrival.plan != self._plan:
             return f"its plan is another one (checksum {arrival.plan}, and {self._plan} here); give both the same file"
-        if arrival.host and arrival.node not in self._expected:
+        if not arrival.host:
+            return None
+        if arrival.node not in self._expected:
             return f"NODE_RANK={arrival.node} serves no stage of the plan"
-        before = self._connections.get(arrival.node)
-        if arrival.host and before is not None and not wait([before], 0):  # it sends nothing more, but its end
-            return f"NODE_RANK={arrival.node} has come already; give each node a NODE_RANK of its own"
+        with self._changed:
+            before = self._connections.get(arrival.node)
+            if before is not None and not wait([before], 0):  # it sends nothing more, but its end
+                return f"NODE_RANK={arrival.node} has come already; give each node a NODE_RANK of its own"
+            self._arrived[arrival.node], self._connections[arrival.node] = arrival, raw
+            self._changed.notify_all()
         return None
 
 
@@ -180,17 +179,12 @@ class Meeting:
     ``address`` is node 0's. Node 0 must answer there within ``seconds``. ``own`` is this process's arrival.
 
     Raises:
-        SettingError: if nobody answers in time, or if node 0 does not let this process in.
+        SettingError: if nobody answers in time, or if node 0 does not let this process in or has another plan.
     """
 
     def __init__(self, address: str, security: Security, own: Arrival, seconds: float) -> None:
         self._address = address
-        self._raw, self._connection = _connected(address, security, seconds)
-        try:
-            tell(self._connection, asdict(own))
-        except OSError:
-            self._raw.close()
-            raise self._ended() from None
+        self._raw, self._connection = _connected(address, security, own, seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -202,7 +196,7 @@ class Meeting:
         """Wait for the expected nodes, and return the addresses at which all nodes serve.
 
         Raises:
-            SettingError: if node 0 has another plan, has ended, or takes longer than ``seconds``.
+            SettingError: if node 0 has ended, or takes longer than ``seconds``.
         """
         try:
             self._raw.settimeout(seconds)
@@ -215,10 +209,10 @@ class Meeting:
             ) from None
         except (Refused, OSError):
             told = {"status": None}
-        if reason := told.get("refused"):
-            raise SettingError(f"node 0 ({self._address}) does not let this process in: {reason}")
         if "status" in told:
-            raise self._ended()
+            raise SettingError(
+                f"node 0 ({self._address}) has ended before all nodes of the plan had come; look there why"
+            )
         return [Arrival(**each) for each in told["arrived"]]
 
     def status(self) -> int | None:
@@ -230,17 +224,14 @@ class Meeting:
             return None
         return found
 
-    def _ended(self) -> SettingError:
-        return SettingError(f"node 0 ({self._address}) has ended before all nodes of the plan had come; look there why")
 
-
-def _connected(address: str, security: Security, seconds: float) -> tuple[socket.socket, Connection]:
+def _connected(address: str, security: Security, own: Arrival, seconds: float) -> tuple[socket.socket, Connection]:
     """Connect to node 0, which may start later than this process."""
     until, again = time.monotonic() + seconds, threading.Event()
     with notice_if_long(lambda: f"this node waits for node 0, which does not answer at {address} yet"):
         while True:
             try:
-                return connect(address, security, INTRODUCING)
+                return connect(address, security, INTRODUCING, arrival=asdict(own))
             except Refused as refused:
                 raise SettingError(f"node 0 ({address}) does not let this process in: {refused}") from None
             except OSError as error:

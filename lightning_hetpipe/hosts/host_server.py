@@ -1,30 +1,29 @@
 """Server of hosts: for each connection it starts a process that is the host of one stage, and never outlives it.
 
 Each connection has a thread, which waits until the caller speaks, starts the process, and stays until the process ends.
-The kernel ends a child with the *thread* that forked it.
+The kernel ends a child with the *thread* that forked it. The process lets the caller in before it imports torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Self
+from types import FrameType
+from typing import Any, Self
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts.host_child import CHILD, LONGEST_REASON
-from lightning_hetpipe.hosts.secured_socket import INTRODUCING, Door, listen, unlike
-from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.server.process.signals import Signals, guarded
-from lightning_hetpipe.server.transport.rejections import Rejections
-from lightning_hetpipe.server.transport.security import Security, joined, split
+from lightning_hetpipe.hosts.secured_socket import INTRODUCING, Connection, Door, Refused, admit, listen, unlike
+from lightning_hetpipe.server.process.signals import how, search_path, start_child
+from lightning_hetpipe.server.transport.security import Rejections, Security, joined, split
 
 MOST_HOSTS = 64
 """Largest number of processes at a time. Further connections are closed."""
@@ -34,6 +33,9 @@ MOST_ASKING = 16
 
 MOST_WAITING = 64
 """Largest number of connections that wait, if descriptors are left to start processes beside them."""
+
+LONGEST_REASON = 1000
+"""Largest bytes of the reason for a refusal."""
 
 _FIRST = 4  # bytes that are looked at
 _SILENT = "it has connected and said nothing"
@@ -53,7 +55,7 @@ class HostServer:
             security.read()
         self.address = address
         self._security = security
-        self._told = json.dumps({"path": [os.path.abspath(each) for each in sys.path], "security": asdict(security)})
+        self._told = {"security": asdict(security), **search_path()}
         self._rejections = Rejections(partial(print, file=sys.stderr, flush=True), program="hetpipe-host")
         self._lock = threading.Lock()
         self._asking = threading.Semaphore(MOST_ASKING)
@@ -125,24 +127,59 @@ class HostServer:
         with self._lock:
             if self._ended or len(self._running) >= MOST_HOSTS:
                 return None
-            process = subprocess.Popen(
-                guarded([sys.executable, "-c", CHILD, "hetpipe-host", str(connection.fileno()), str(reasons)]),
-                stdin=subprocess.PIPE,
-                pass_fds=[connection.fileno(), reasons],
-                start_new_session=True,
-            )
+            descriptor = connection.fileno()
+            process = start_child(__name__, "hetpipe-host", pass_fds=[descriptor, reasons])
             self._running.add(process)
         assert process.stdin is not None
         with suppress(OSError), process.stdin as pipe:
-            pipe.write(self._told.encode())  # a command line could be read by other users
+            pipe.write(json.dumps({**self._told, "descriptor": descriptor, "reasons": reasons}).encode() + b"\n")
         return process
 
 
-def serve(address: str, security: Security, ready: Callable[[str], None]) -> int:
-    """Serve until a signal, and return its number. ``ready`` is called with the address once the server listens.
+def child(security: dict[str, Any], descriptor: int, reasons: int) -> None:
+    """Run a host in this process at the socket ``descriptor``, to callers that ``security`` admits.
 
-    This must be called in the main thread. Errors are as for :class:`HostServer`.
+    ``reasons`` is a pipe for the reason of a refusal. It is closed when the decision is known.
     """
-    with Signals() as signals, HostServer(address, security) as server:
-        ready(server.address)
-        return signals.read()
+    _end_with(os.getppid())
+    raw, access = socket.socket(fileno=descriptor), Security(**security)
+    try:
+        connection = _admitted(raw, access, reasons)
+        if connection is not None:
+            # Only now: an unknown caller costs a bare interpreter for a moment, but not the memory and time of torch.
+            from lightning_hetpipe.hosts.stage_host import Host
+            from lightning_hetpipe.hosts.wire import Wire
+
+            if not Host(Wire(connection), access, raw.getsockname()[0]).run():
+                os._exit(1)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # whatever a stage's thread computes, nobody waits for it
+
+
+def _end_with(parent: int) -> None:
+    """Make SIGTERM end this process only if the process ``parent`` has ended.
+
+    Launchers that signal all processes of a run, such as SLURM, also reach hosts, whose weights must still be saved.
+    """
+
+    def told(number: int, frame: FrameType | None) -> None:
+        if os.getppid() != parent:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, told)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _admitted(raw: socket.socket, security: Security, reasons: int) -> Connection | None:
+    """Return the connection, if the caller is let in, or None."""
+    try:
+        return admit(raw, security, INTRODUCING)[0]
+    except (Refused, OSError) as refused:
+        with suppress(OSError):  # hetpipe-host ends
+            os.write(reasons, str(refused).encode(errors="replace")[:LONGEST_REASON])
+        return None
+    finally:
+        os.close(reasons)

@@ -63,20 +63,8 @@ class SetUp(NamedTuple):
     group: DeviceGroup | None
 
 
-class CallServer(NamedTuple):
-    """Call of a parameter server, as ``Channel.call``, with the header as text. ``body`` and ``into`` are blocks for
-    the body of the call and of its answer."""
-
-    address: str
-    method: str
-    timeout: float
-    header: str = ""
-    body: Held | None = None
-    into: Held | None = None
-
-
 class ServerAnswered(NamedTuple):
-    """Answer to :class:`CallServer`. ``refused`` or ``silent`` has the reason if there is no answer."""
+    """Answer of a parameter server. ``refused`` or ``silent`` has the reason if there is no answer."""
 
     header: str = ""
     refused: str | None = None

@@ -21,18 +21,10 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.secured_socket import (
-    Door,
-    Refused,
-    admit,
-    connect,
-    hear,
-    listen,
-    tell,
-)
+from lightning_hetpipe.hosts.secured_socket import Door, Refused, admit, connect, listen
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, InputGradients, Message, Output, Result
-from lightning_hetpipe.pipeline.values import Addends, Gradients, Value
+from lightning_hetpipe.pipeline.values import Addends, Value
 from lightning_hetpipe.server.transport.security import Security
 
 REACHING = 10.0
@@ -85,7 +77,7 @@ class PeerHosts:
         reasons: list[str | None] = []
         for place, (address, secret) in enumerate(hosts):
             try:
-                link = _Link(address, self._security, {"secret": secret, "stage": stage})
+                link = _Link(address, self._security, secret, stage)
             except (Refused, OSError, SettingError) as error:
                 reasons.append(getattr(error, "strerror", None) or str(error))
                 continue
@@ -97,14 +89,10 @@ class PeerHosts:
 
     def hand_over(self, result: Result) -> Result:
         """Send tensors of ``result`` to the host of the next segment, if it is known, and return the rest."""
-        if isinstance(result, Output) and (link := self._forwards.get(result.segment)) is not None:
-            value = result.value
-            handed = tuple(self._handed(each, link, result.minibatch) for each in value.tensors)
-            return result._replace(value=Value(handed, value.requires_grad, value.others, value.spec))
-        if isinstance(result, InputGradients) and (link := self._backwards.get(result.segment)) is not None:
-            to = link
-            return result._replace(gradients=_each(lambda t: self._handed(t, to, result.minibatch), result.gradients))
-        return result
+        if not isinstance(result, Output | InputGradients):
+            return result
+        link = (self._forwards if isinstance(result, Output) else self._backwards).get(result.segment)
+        return result if link is None else _changed(result, lambda t: self._handed(t, link, result.minibatch))
 
     def receive(self, message: Message, seconds: float) -> Message:
         """Put the tensors into ``message`` that peers have handed over.
@@ -112,15 +100,8 @@ class PeerHosts:
         Raises:
             RuntimeError: if a tensor has not come within ``seconds``, or its host has ended.
         """
-        if isinstance(message, Forward):
-            value = message.value
-            if not any(isinstance(each, orders.HandedOver) for each in value.tensors):
-                return message
-            tensors = tuple(self._received(each, seconds) for each in value.tensors)
-            return message._replace(value=Value(tensors, value.requires_grad, value.others, value.spec))
-        if isinstance(message, Backward):
-            return message._replace(gradients=_each(lambda t: self._received(t, seconds), message.gradients))
-        return message
+        is_task = isinstance(message, Forward | Backward)
+        return _changed(message, lambda each: self._received(each, seconds)) if is_task else message
 
     def forget(self, minibatch: int) -> None:
         """Make peers forget what was handed over for ``minibatch``, because nobody needs it any more."""
@@ -164,17 +145,15 @@ class PeerHosts:
     def _take(self, raw: socket.socket, secret: str) -> None:
         """Take what a peer hands over, until it ends."""
         assert self._door is not None
+
+        def refused(shown: dict[str, Any]) -> str | None:
+            is_known = isinstance(shown.get("stage"), int) and hmac.compare_digest(str(shown.get("secret")), secret)
+            return None if is_known else "its leader has named another secret"
+
         with suppress(Refused, OSError):
-            connection = admit(raw, self._security, REACHING)
+            connection, shown = admit(raw, self._security, REACHING, refused)
             self._door.heard(raw)
-            raw.settimeout(REACHING)
-            shown = hear(connection)
-            raw.settimeout(None)
-            stage = shown.get("stage")
-            if not isinstance(stage, int) or not hmac.compare_digest(str(shown.get("secret")), secret):
-                return
-            tell(connection, {})
-            wire = Wire(connection)
+            stage, wire = shown["stage"], Wire(connection)
             self._wires.append(wire)
             try:
                 while True:
@@ -199,17 +178,9 @@ class PeerHosts:
 class _Link:
     """Connection to a peer, with a thread that sends, so that no stage waits for the network."""
 
-    def __init__(self, address: str, security: Security, shown: dict[str, Any]) -> None:
+    def __init__(self, address: str, security: Security, secret: str, stage: int) -> None:
         security.check(address)
-        raw, connection = connect(address, security, REACHING)
-        try:
-            raw.settimeout(REACHING)
-            tell(connection, shown)
-            hear(connection)
-            raw.settimeout(None)
-        except BaseException:
-            raw.close()
-            raise
+        _, connection = connect(address, security, REACHING, secret=secret, stage=stage)
         self._wire = Wire(connection)
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, name="hetpipe-host-hands-over", daemon=True)
@@ -229,8 +200,14 @@ class _Link:
         self._wire.end()
 
 
-def _each(change: Callable[[Any], Any], gradients: Gradients) -> Gradients:
-    return [
+def _changed(message: Any, change: Callable[[Any], Any]) -> Any:
+    """Return ``message`` after ``change`` of each tensor of its value or its gradients."""
+    if isinstance(message, Forward | Output):
+        value = message.value
+        tensors = tuple(map(change, value.tensors))
+        return message._replace(value=Value(tensors, value.requires_grad, value.others, value.spec))
+    gradients = [
         Addends(map(change, each)) if isinstance(each, Addends) else None if each is None else change(each)
-        for each in gradients
+        for each in message.gradients
     ]
+    return message._replace(gradients=gradients)

@@ -142,7 +142,7 @@ class RemoteStage(Stage):
                     self._come_home()
         finally:
             if self._receiver.ident is not None and self._watchdog.given_up is not None:
-                self._host.kill()  # it may be stopped, and threads that wait for its answers get an error
+                self._host.wire.kill()  # it may be stopped, and threads that wait for its answers get an error
             self._host.wire.end()
 
     def join(self, seconds: float) -> bool:
@@ -343,7 +343,7 @@ class RemoteStage(Stage):
     def _end_silent(self, seconds: float) -> Exception:
         """End the host, which has not answered for ``seconds``. Return the error."""
         self._lost = f"has not answered for {seconds:g} s, and was ended"
-        self._host.kill()
+        self._host.wire.kill()
         return self._host_lost()
 
     def _host_lost(self) -> Exception:

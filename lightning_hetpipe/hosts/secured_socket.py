@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.interface import RELEASE as PACKAGE
-from lightning_hetpipe.server.transport.rejections import printable
-from lightning_hetpipe.server.transport.security import Security, split
+from lightning_hetpipe.server.transport.security import Security, printable, split
 
 RELEASE = f"lightning_hetpipe {PACKAGE} with torch {metadata.version('torch')}"
 """Release that both ends must have, so that operators have the same names and compute the same bits."""
@@ -42,18 +41,6 @@ _LONGEST = 1 << 16  # bytes
 
 _ANOTHER_PROTOCOL = "it speaks another protocol"
 _NO_CERTIFICATE = "it shows no certificate: it is another program, or was started without HETPIPE_CERTIFICATE"
-
-
-class Connection(Protocol):
-    """The part of a socket that messages need."""
-
-    def sendall(self, data: Any, /) -> None: ...
-
-    def recv_into(self, memory: memoryview, /) -> int: ...
-
-    def shutdown(self, how: int, /) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Refused(Exception):
@@ -135,6 +122,9 @@ class SecuredSocket:
         self._raw.close()
 
 
+Connection = socket.socket | SecuredSocket
+
+
 def _unfit(error: ssl.SSLError) -> str:
     if error.reason == "WRONG_VERSION_NUMBER":
         return _NO_CERTIFICATE
@@ -179,26 +169,6 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: if the address is not available.
     """
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-
-
-def arriving(
-    listener: socket.socket, make_room: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[socket.socket, str]]:
-    """Yield connections to ``listener``, and their origins, until it is shut down.
-
-    If a connection cannot be accepted, ``make_room`` may end another connection, and returns True if it did.
-    """
-    pause = threading.Event()
-    while True:
-        try:
-            connection, peer = listener.accept()
-        except OSError as error:
-            if error.errno not in _PASSING:
-                return
-            if not make_room():
-                pause.wait(_AGAIN)
-        else:
-            yield connection, peer[0] if peer else ""
 
 
 class Door:
@@ -250,10 +220,19 @@ class Door:
             thread.join(until and max(0.0, until - time.monotonic()))
 
     def _take(self) -> None:
-        for connection, host in arriving(self._listener, self._end_silent):
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    return  # the listener is shut down
+                if not self._end_silent():
+                    time.sleep(_AGAIN)
+                continue
             if len(self._there) >= self._most and not self._end_silent():
                 connection.close()
                 continue
+            host = peer[0] if peer else ""
             thread = threading.Thread(target=self._run, args=(connection, host), name=self._name, daemon=True)
             with self._lock, suppress(RuntimeError):  # this process may have no more threads
                 if not self._closed:
@@ -284,10 +263,11 @@ class Door:
         return True
 
 
-def connect(address: str, security: Security, seconds: float) -> tuple[socket.socket, Connection]:
+def connect(address: str, security: Security, seconds: float, **more: Any) -> tuple[socket.socket, Connection]:
     """Connect to ``address``. Both sides show the credentials of ``security``, and their `RELEASE`.
 
-    Return the socket, then without a timeout, and the connection over it.
+    This side also shows ``more``, as JSON values. Return the socket, then without a timeout, and the connection over
+    it.
 
     Raises:
         Refused: if one side does not let the other in.
@@ -299,7 +279,7 @@ def connect(address: str, security: Security, seconds: float) -> tuple[socket.so
     try:
         keep_alive(raw)
         connection: Connection = SecuredSocket(raw, security, split(address)[0]) if security.encrypted else raw
-        tell(connection, {"token": security.token, "release": RELEASE})
+        tell(connection, {"token": security.token, "release": RELEASE, **more})
         answer = hear(connection)
         if reason := answer.get("refused"):
             raise Refused(str(reason))
@@ -312,11 +292,18 @@ def connect(address: str, security: Security, seconds: float) -> tuple[socket.so
     return raw, connection
 
 
-def admit(raw: socket.socket, security: Security, seconds: float) -> Connection:
-    """Let in a caller of :func:`connect`, and return the connection over ``raw``.
+def admit(
+    raw: socket.socket,
+    security: Security,
+    seconds: float,
+    refused: Callable[[dict[str, Any]], str | None] = lambda shown: None,
+) -> tuple[Connection, dict[str, Any]]:
+    """Let in a caller of :func:`connect`. Return the connection over ``raw``, and what the caller has shown.
+
+    ``refused`` returns why a caller with the right token and release is not let in, or None.
 
     Raises:
-        Refused: if it shows another token, release or certificate.
+        Refused: if it shows another token, release or certificate, or for the reason of ``refused``.
         OSError: if it does not show them within ``seconds``.
     """
     raw.settimeout(seconds)
@@ -324,17 +311,19 @@ def admit(raw: socket.socket, security: Security, seconds: float) -> Connection:
     with _within(raw, seconds):
         connection: Connection = SecuredSocket(raw, security, None) if security.encrypted else raw
         shown = hear(connection)
-        reason = None
+        reason: str | None
         if not security.admits(shown.get("token") if isinstance(shown.get("token"), str) else None):
             reason = "HETPIPE_TOKEN is another one there; set the same one for both"
         elif shown.get("release") != RELEASE:
             said = printable(str(shown.get("release")))
             reason = f"it is of release {RELEASE}, and the caller of {said}; install the same on both"
+        else:
+            reason = refused(shown)
         tell(connection, {"release": RELEASE} if reason is None else {"refused": reason})
     if reason is not None:
         raise Refused(reason)
     raw.settimeout(None)
-    return connection
+    return connection, shown
 
 
 @contextmanager

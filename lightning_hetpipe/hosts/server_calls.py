@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HostMemory
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
+from lightning_hetpipe.server.process.held_weights import HERE
 from lightning_hetpipe.server.process.sessions import SessionChannel
-from lightning_hetpipe.server.protocol.shard import memory_of
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
 from lightning_hetpipe.server.transport.security import Security
 
@@ -55,8 +55,7 @@ class HostHolder:
         self, channel: Channel, method: str, header: bytes, body: Tensor | None, into: Tensor | None, timeout: float
     ) -> bytes:
         assert isinstance(channel, SessionChannel)
-        order = orders.CallServer(channel.address, channel.method(method), timeout, header.decode())
-        return self._called(order._replace(body=_held(body), into=_held(into)))
+        return self._called(channel.address, channel.method(method), timeout, header.decode(), _held(body), _held(into))
 
     def cannot_reach(self, channel: Channel) -> str | None:
         """Return why the host cannot call the server of ``channel``, or None if it can."""
@@ -64,19 +63,27 @@ class HostHolder:
         address = channel.address
         if address not in self._reached:
             try:
-                self._called(orders.CallServer(address, STATUS, REACHING))
+                self._called(address, STATUS, REACHING)
                 self._reached[address] = None
             except (CallRefused, Unreachable) as reason:
                 self._reached[address] = str(reason)
         return self._reached[address]
 
-    def _called(self, order: orders.CallServer) -> bytes:
-        longest = order.timeout + GRACE
+    def _called(
+        self,
+        address: str,
+        method: str,
+        timeout: float,
+        header: str = "",
+        body: orders.Held | None = None,
+        into: orders.Held | None = None,
+    ) -> bytes:
+        longest, call = timeout + GRACE, (address, method, timeout, header, body, into)
         try:
-            answer: orders.ServerAnswered = self._memory.begin("call_server", order).result(longest)
+            answer: orders.ServerAnswered = self._memory.begin("call_server", *call).result(longest)
         except TimeoutError:
-            if order.body is None and order.into is None:
-                raise Unreachable(f"the host that calls {order.address} has not answered for {longest:g} s") from None
+            if body is None and into is None:
+                raise Unreachable(f"the host that calls {address} has not answered for {longest:g} s") from None
             raise self._end(longest) from None  # else it could still use the blocks, in midst of the next call
         if answer.refused is not None:
             raise CallRefused(answer.refused)
@@ -95,9 +102,9 @@ class ServerCalls:
         self._ended = False
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hetpipe-host-calls")
 
-    def make(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> Future[orders.ServerAnswered]:
-        """Make a call, and return its future answer."""
-        return self._pool.submit(self._made, order, body, into)
+    def make(self, *call: Any) -> Future[orders.ServerAnswered]:
+        """Make the call of :meth:`_made` in another thread, and return its future answer."""
+        return self._pool.submit(self._made, *call)
 
     def close(self) -> None:
         """End the running calls."""
@@ -107,11 +114,12 @@ class ServerCalls:
             channel.close()
         self._pool.shutdown(cancel_futures=True)
 
-    def _made(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> orders.ServerAnswered:
+    def _made(
+        self, address: str, method: str, timeout: float, header: str, body: Tensor | None, into: Tensor | None
+    ) -> orders.ServerAnswered:
         try:
-            bodies = _bytes(body), _bytes(into)
-            header = self._channel(order.address).call(order.method, order.header.encode(), *bodies, order.timeout)
-            return orders.ServerAnswered(header.decode())
+            answer = HERE.call(self._channel(address), method, header.encode(), body, into, timeout)
+            return orders.ServerAnswered(answer.decode())
         except Unreachable as reason:
             return orders.ServerAnswered(silent=str(reason))
         except (CallRefused, SettingError) as reason:
@@ -135,7 +143,3 @@ def _held(block: Tensor | None) -> orders.Held | None:
         return None
     assert isinstance(block, RemoteTensor)
     return block.handle.name
-
-
-def _bytes(block: Tensor | None) -> list[memoryview]:
-    return [] if block is None else [memory_of(block)]

@@ -135,7 +135,7 @@ class Host:
             "listen": self._peers.listen,
             "hand_over": self._peers.connect,
             "use_device": self._use_device,
-            "call_server": self._call_server,
+            "call_server": lambda *call: self._calls.make(*held.found(call)),
             "set_up": self._set_up,
         }
         """Methods that the other process may call, among them the stage's once it is set up."""
@@ -187,9 +187,6 @@ class Host:
     def _answer_later(self, number: int | None, done: Future[Any]) -> None:
         if not done.cancelled():
             self._answer(number, done.result())
-
-    def _call_server(self, order: orders.CallServer) -> Future[orders.ServerAnswered]:
-        return self._calls.make(order, *map(self._held.found, (order.body, order.into)))
 
     def _use_device(self, *devices: Any) -> None:
         self._device.use(*devices)

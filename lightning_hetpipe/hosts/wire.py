@@ -11,8 +11,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -56,16 +55,22 @@ class Wire:
             OSError: if the other process has ended.
         """
         text, tensors = CODE.write(message)
-        with self._lock, self._whole():
+        with self._lock:
             small = bytearray(_LENGTH.pack(len(text)) + text)
-            for tensor in tensors:
-                if len(tensor) > SMALL:
-                    self._connection.sendall(small)
-                    self._connection.sendall(tensor)
-                    small = bytearray()
-                else:
-                    small += tensor
-            self._connection.sendall(small)
+            try:
+                for tensor in tensors:
+                    if len(tensor) > SMALL:
+                        self._connection.sendall(small)
+                        self._connection.sendall(tensor)
+                        small = bytearray()
+                    else:
+                        small += tensor
+                self._connection.sendall(small)
+            except OSError:
+                raise
+            except BaseException:  # such as Ctrl-C: nobody could read what follows a part of a message
+                self.kill()
+                raise
 
     def receive(self) -> Any:
         """Return the next message.
@@ -88,20 +93,13 @@ class Wire:
         with suppress(OSError):  # it has ended
             self._connection.shutdown(socket.SHUT_WR)
 
+    def kill(self) -> None:
+        """End the connection in both directions, and with it a host's process."""
+        with suppress(OSError):  # it has ended
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._connection.close()
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Send a message whole, or end the connection: after Ctrl-C interrupts it, nobody could read what follows."""
-        try:
-            yield
-        except OSError:
-            raise
-        except BaseException:
-            with suppress(OSError):  # it has ended
-                self._connection.shutdown(socket.SHUT_RDWR)
-            raise
 
     def _take(self, length: int) -> Tensor:
         found = torch.empty(length, dtype=torch.uint8)
@@ -147,7 +145,6 @@ class HostConnection:
                 f"{setting}: nobody answers there ({error.strerror or error}); start hetpipe-host on that machine, with"
                 " address=0.0.0.0 and this port, or correct the address"
             ) from None
-        self._connection = connection
         self.wire = Wire(connection)
 
     @property
@@ -158,8 +155,3 @@ class HostConnection:
         """Describe how the host has ended, as the end of a sentence."""
         there = f", or {self.node} cannot be reached any more; see the output there" if self.node else ""
         return f"has closed the connection{there or ', or its machine cannot be reached any more'}"
-
-    def kill(self) -> None:
-        """End the connection, and with it the host's process."""
-        with suppress(OSError):  # it has ended
-            self._connection.shutdown(socket.SHUT_RDWR)

@@ -22,7 +22,7 @@ from lightning_hetpipe.launch import parent_watch, supervision
 from lightning_hetpipe.launch.command import Command
 from lightning_hetpipe.launch.ends import ToldToEnd, lost_workers, went_on_without
 from lightning_hetpipe.launch.ranks import Rank
-from lightning_hetpipe.server.process.server_process import how
+from lightning_hetpipe.server.process.signals import how
 
 LONGEST = 30
 """Number of grace periods after which a child that still works is killed."""

@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 from lightning_hetpipe.errors import say
 from lightning_hetpipe.launch.command import Command
 from lightning_hetpipe.launch.parent_watch import this_child
-from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.server.process.signals import handled
+from lightning_hetpipe.server.process.signals import handled, how
 
 
 class Progress(NamedTuple):

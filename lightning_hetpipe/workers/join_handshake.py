@@ -24,8 +24,7 @@ from lightning_hetpipe.errors import SettingError, notice_if_long
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.servers import FoundServers, LaunchSettings
 from lightning_hetpipe.server.process.client import Client, NotJoined
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
-from lightning_hetpipe.server.process.sessions import SessionChannel
+from lightning_hetpipe.server.process.sessions import COORDINATOR_METHOD, SessionChannel
 from lightning_hetpipe.server.process.waits import LONGEST_WAIT, Cancelled, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Departed, Leave, Lost, Parameter, TrainingSignature, encode

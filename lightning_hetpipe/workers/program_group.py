@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.ends import lost_workers
 from lightning_hetpipe.launch.servers import LaunchSettings
-from lightning_hetpipe.server.process.server_process import how
+from lightning_hetpipe.server.process.signals import how
 from lightning_hetpipe.workers.collectives import share
 
 if TYPE_CHECKING:

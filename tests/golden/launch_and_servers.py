@@ -316,21 +316,18 @@ def ended(_: Place) -> None:
         node.everyone(5.0)
 
 
-def broken(part: str) -> Callable[[Place], None]:
-    """Node 0 ends while this process tells it something, or hears it."""
+def broken(place: Place) -> None:
+    """Node 0 ends while this process hears it."""
 
-    def run(place: Place) -> None:
-        def ends(*_: object) -> None:
-            raise OSError
+    def ends(*_: object) -> None:
+        raise OSError
 
-        with taken_port() as address:
-            pass
-        with HostRendezvous(address, TOKEN, PLAN, {1: "attic", 2: "cellar"}):
-            place.patch.setattr(host_rendezvous, part, ends)
-            with Meeting(address, TOKEN, ATTIC, 5.0) as node:
-                node.everyone(30.0)
-
-    return run
+    with taken_port() as address:
+        pass
+    with HostRendezvous(address, TOKEN, PLAN, {1: "attic", 2: "cellar"}):
+        place.patch.setattr(host_rendezvous, "hear", ends)
+        with Meeting(address, TOKEN, ATTIC, 5.0) as node:
+            node.everyone(30.0)
 
 
 def refused_process(place: Place) -> None:
@@ -402,8 +399,7 @@ HOSTS = [
     meeting("node 0", "0.1 s", "start the program", "WSPCallback(join_timeout=...)", seconds=0.1),
     meeting("node 0", "other", "another one", "plan here", own=replace(ATTIC, plan="other")),
     meeting("node 0", "HETPIPE_TOKEN", "another", security=Security(token="other")),
-    case(broken("tell"), "node 0", "127.0.0.1", "has ended", "look there", name="node 0 ends while it is told"),
-    case(broken("hear"), "node 0", "127.0.0.1", "has ended", "look there", name="node 0 ends while it is heard"),
+    case(broken, "node 0", "127.0.0.1", "has ended", "look there", name="node 0 ends while it is heard"),
     case(refused_process, "address", "127.0.0.1:0", "give another", name="a server's process that refuses"),
     case(not_plain, "stage_hosts", "Special", "leave stage_hosts out", name="what no host can be sent"),
     case(loss_elsewhere, "stage 1", "the loss", "node of the last stage", name="the last stage on another machine"),

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 from lightning_hetpipe.cli.hetpipe_server import host_main
-from lightning_hetpipe.hosts import host_child, host_server
+from lightning_hetpipe.server.process import signals
 from tests.support.accelerator import set_limit, show
 
-BEFORE = "from lightning_hetpipe.hosts.host_child import child\n"
+BEFORE = "from {} import child\n"
 SHOWN = "from tests.hosts.accelerated_host import give; give({})\n"
 """In the program of a host's process, so that it has the devices, too."""
 
@@ -25,13 +25,13 @@ def give(limit: int) -> None:
 
 def with_devices(limit: int) -> str:
     """The program of a host's process that has the devices."""
-    assert BEFORE in host_child.CHILD
-    return host_child.CHILD.replace(BEFORE, SHOWN.format(limit) + BEFORE)
+    assert BEFORE in signals.CHILD
+    return signals.CHILD.replace(BEFORE, SHOWN.format(limit) + BEFORE)
 
 
 def main() -> None:
     limit = int(sys.argv.pop(1))
-    setattr(host_server, "CHILD", with_devices(limit))  # noqa: B010  # which has it from host_child
+    signals.CHILD = with_devices(limit)
     give(limit)
     host_main()
 

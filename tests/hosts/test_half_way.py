@@ -41,14 +41,14 @@ def test_a_host_that_answers_no_call_is_ended_where_it_could_still_write(
 
     holder = HostHolder(cast(HostMemory, SimpleNamespace(begin=lambda *_: Future())), end)
     with pytest.raises(Unreachable if block is None else HostLost):
-        holder._called(orders.CallServer("10.0.0.1:7070", "shard", 0.01, into=block))
+        holder._called("10.0.0.1:7070", "shard", 0.01, into=block)
     assert ended == ([] if block is None else [0.01])
 
 
 def test_a_call_that_begins_as_its_host_ends_reaches_nobody() -> None:
     calls = ServerCalls(Security())
     calls.close()
-    answer = calls._made(orders.CallServer("127.0.0.1:1", "status", 1.0), None, None)
+    answer = calls._made("127.0.0.1:1", "status", 1.0, "", None, None)
     assert answer.silent == "this host ends"
     assert not calls._channels
 

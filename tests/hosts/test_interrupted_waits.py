@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -87,7 +87,7 @@ def test_nothing_follows_a_message_that_was_sent_in_part() -> None:
     """Nobody could read what follows, as it would be taken for the rest."""
     ours, its = socket.socketpair()
     its.settimeout(20.0)
-    here, there = Wire(Interrupts(ours)), Wire(its)
+    here, there = Wire(cast(Any, Interrupts(ours))), Wire(its)
     with pytest.raises(KeyboardInterrupt):
         here.send(Do("put", [0, torch.zeros(SMALL)]))
     with pytest.raises(OSError, match=r".*"):

@@ -198,6 +198,6 @@ def test_neighbours_show_what_they_have() -> None:
 
 def test_a_wrong_secret_is_not_let_in() -> None:
     giver, taker, (reason,) = pair(Security(), "guessed")
-    assert reason == "it has closed the connection"
+    assert reason == "its leader has named another secret"
     giver.close()
     taker.close()

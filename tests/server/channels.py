@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, Service
+from lightning_hetpipe.server.process.sessions import COORDINATOR_METHOD, Service
 from lightning_hetpipe.server.protocol.messages import decode
 from lightning_hetpipe.server.transport.interface import CallRefused, IncomingCall, Room, SenderGone, Unreachable
 from tests.server.world import Fault

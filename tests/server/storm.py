@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import Any, Self
 
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
+from lightning_hetpipe.server.process.sessions import COORDINATOR_METHOD, SHARD_METHOD
 from lightning_hetpipe.server.protocol.messages import (
     Join,
     Leave,
@@ -31,8 +31,7 @@ from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, MANY, ONE, SERVICE, SHOWN, TOKEN
 from lightning_hetpipe.server.transport.interface import RELEASE, STATUS, CallRefused, Unreachable
-from lightning_hetpipe.server.transport.rejections import EVERY
-from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.server.transport.security import EVERY, Security
 from tests.server.strangers import GARBAGE, OTHERS, bodies, messages
 from tests.server.transports import PATIENCE
 

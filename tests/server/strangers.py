@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
+from lightning_hetpipe.server.process.sessions import COORDINATOR_METHOD, SHARD_METHOD
 from lightning_hetpipe.server.protocol.identifiers import Commit, UpdateId
 from lightning_hetpipe.server.protocol.messages import (
     Arrive,

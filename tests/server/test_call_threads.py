@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from lightning_hetpipe.server.transport.call_threads import CallThreads
+from lightning_hetpipe.server.transport.grpc_server import CallThreads
 from tests.server.transports import PATIENCE, eventually
 
 NAME = "hetpipe-test-calls"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD, Service
+from lightning_hetpipe.server.process.sessions import COORDINATOR_METHOD, SHARD_METHOD, Service
 from lightning_hetpipe.server.process.waits import Cancelled
 from lightning_hetpipe.server.protocol.identifiers import LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import (

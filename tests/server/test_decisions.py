@@ -14,9 +14,8 @@ import torch
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.service import Service
-from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions
-from lightning_hetpipe.server.protocol.decisions import (
+from lightning_hetpipe.server.process.sessions import Service, SessionChannel, Sessions
+from lightning_hetpipe.server.protocol.commit_log import (
     CutClosed,
     Decision,
     GenerationBegan,

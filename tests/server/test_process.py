@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.process.server_process import CHILD, ServerProcess
+from lightning_hetpipe.server.process.server_process import ServerProcess
+from lightning_hetpipe.server.process.signals import CHILD
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import CallRefused, Reply, Unreachable
 from lightning_hetpipe.server.transport.security import Security
@@ -141,7 +142,7 @@ def test_an_open_address_is_refused_before_anything_starts() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel tells children that their parent has ended")
 def test_a_server_that_still_starts_ends_when_its_parent_is_killed() -> None:
     """It waits to be told something, which somebody else still could: like one that imports, it looks at nothing."""
-    asked = CHILD.replace("import json", "print('asked', flush=True)\nimport json")
+    asked = CHILD.format("unused").replace("import json", "print('asked', flush=True)\nimport json")
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, asked], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:

@@ -17,8 +17,7 @@ from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, MANY, ONE, SERVICE, TOKEN, GrpcServer
 from lightning_hetpipe.server.transport.interface import RELEASE, CallRefused
-from lightning_hetpipe.server.transport.rejections import EVERY, MOST, Rejections, host_of
-from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.server.transport.security import EVERY, MOST, Rejections, Security, host_of
 from tests.server.transports import PATIENCE
 
 PARAMETERS = (Parameter("w", (4,), "float32", "float32"),)

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from lightning_hetpipe.server.process.running import PARENT_GONE, serve
+from lightning_hetpipe.server.process.server_process import serve
+from lightning_hetpipe.server.process.signals import PARENT_GONE
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import Desk
 

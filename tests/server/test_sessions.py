@@ -13,8 +13,7 @@ import torch
 
 from lightning_hetpipe.cli.hetpipe_server import laid_out
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
-from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions
+from lightning_hetpipe.server.process.sessions import COORDINATOR_METHOD, SessionChannel, Sessions
 from lightning_hetpipe.server.protocol.identifiers import RemoteFault
 from lightning_hetpipe.server.protocol.messages import (
     Join,

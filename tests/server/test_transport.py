@@ -197,7 +197,7 @@ def test_a_server_that_stops_is_missed_at_once(server: GrpcServer, channel: Chan
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(channel.call, "hold", b"", [memory(size)], (), 10 * PATIENCE)
         assert desk.held.acquire(timeout=PATIENCE)
-        stopping = threading.Thread(target=server.stop)
+        stopping = threading.Thread(target=server.__exit__)
         stopping.start()
         assert isinstance(call.exception(PATIENCE), Unreachable)  # long before its deadline
         desk.go.set()

@@ -137,7 +137,7 @@ def test_a_later_trainers_timeout_holds(exits: ExitStack, monkeypatch: pytest.Mo
     monkeypatch.setattr(client, "TIME_TO_LEAVE", 0.1)
     pair = Pair(exits, monkeypatch)
     pair.renew([WSPCallback(lease=LEASE)] * 2, timeout=0.3)
-    pair.servers[0].stop()
+    pair.servers[0].__exit__()
     with pytest.raises(ServersSilent, match=r"waited for 0\.3 s for an answer"):
         pair.groups[1].gather(1, "a test")
     for group in pair.groups:

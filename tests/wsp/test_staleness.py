@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from lightning_hetpipe.server.process.server_process import ServerProcess
-from lightning_hetpipe.server.protocol import decisions
-from lightning_hetpipe.server.protocol.decisions import Decision, ReadGranted, UpdatePushed
+from lightning_hetpipe.server.protocol.commit_log import Decision, ReadGranted, UpdatePushed
 from tests.oracle_policies import global_staleness
 from tests.server.test_decisions import check_distances, check_staleness
 from tests.support.equality import assert_same
@@ -22,7 +21,7 @@ IN_FLIGHT = 2
 
 def read(log: Path, session: str) -> list[Decision]:
     """Decisions in ``session``."""
-    kinds: dict[str, Any] = {name: kind for name, kind in vars(decisions).items() if isinstance(kind, type)}
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in get_args(Decision)}
     lines = [json.loads(each) for each in log.read_text().splitlines()]
     return [kinds[each.pop("decision")](**each) for each in lines if each.pop("session") == session]
 

@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 from torch import Tensor
 
 from lightning_hetpipe.server.process.held_weights import HeldWeights, ShardCall, WeightHolder, decisive
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
+from lightning_hetpipe.server.process.sessions import COORDINATOR_METHOD, SHARD_METHOD
 from lightning_hetpipe.server.process.waits import LONGEST_WAIT, Cancelled, KeptContent, ServersSilent, Wait
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
@@ -25,6 +25,9 @@ from lightning_hetpipe.server.transport.interface import CallRefused, Channel, R
 
 TIME_TO_LEAVE = 10.0
 """Seconds for which a VW repeats that it leaves, because the coordinator may be restarting. Then its lease runs out."""
+
+MOST_CALLS = 1000
+"""Largest number of simultaneous calls. There is one for each server and each holder of its weights."""
 
 News = TypeVar("News", messages.Departed, messages.Lost)
 
@@ -105,8 +108,7 @@ class Client:
         self._part = b""
         self._gathered = bytearray()
         self._join_timeout = longest_wait if join_timeout is None else join_timeout
-        self._name = name
-        self._pool = self._new_pool()
+        self._pool = ThreadPoolExecutor(MOST_CALLS, thread_name_prefix=name)
         self._busy = threading.Lock()
         """Held while the member makes requests."""
         self._left = False
@@ -164,8 +166,6 @@ class Client:
         with self._busy:
             self.member.check_idle()
             self._held.hold(lambda server, index: holder(self._channels[server], index), self.member.newest)
-            self._pool.shutdown()
-            self._pool = self._new_pool()
 
     def synchronise(self, update: Sequence[Tensor], *, cut: bool = False) -> list[Tensor]:
         """End a wave: push ``update`` and return w_global, which includes it.
@@ -204,11 +204,7 @@ class Client:
         self._do(begin)
         gathered = self.member.gathered
         assert gathered is not None
-        found, start = {}, 0
-        for each in gathered.parts:
-            found[each.vw] = bytes(self._gathered[start : start + each.size])
-            start += each.size
-        return found
+        return {vw: bytes(own) for vw, own in gathered.split(memoryview(self._gathered)).items()}
 
     def cancel(self) -> None:
         """End the running wait and all later waits with ``Cancelled``."""
@@ -277,10 +273,6 @@ class Client:
             self._told.update(dict.fromkeys(news))
         for each in news:
             listener(each)
-
-    def _new_pool(self) -> ThreadPoolExecutor:
-        """Make a pool with one thread for each simultaneous call, and one to join again."""
-        return ThreadPoolExecutor(self._held.parts + 1, thread_name_prefix=self._name)
 
     def _take(self, update: Sequence[Tensor]) -> None:
         self.member.check_idle()

@@ -111,11 +111,6 @@ class HeldWeights:
         self._placement = placement
         self._parts = self._held_by(lambda server, index: HERE)
 
-    @property
-    def parts(self) -> int:
-        """Number of simultaneous calls."""
-        return sum(map(len, self._parts))
-
     def hold(self, holder: Callable[[int, int], WeightHolder], newest: int) -> None:
         """Move the weights in the blocks ``newest``, 0 or 1, to other holders. ``holder`` returns the holder of a
         parameter, given its server and its index."""

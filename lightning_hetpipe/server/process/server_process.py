@@ -1,37 +1,44 @@
-"""Server as a child process that never outlives its parent, and is restarted if it dies (law L5)."""
+"""Server as a child process that never outlives its parent, and is restarted if it dies (law L5).
+
+:func:`serve` is the main loop of a server process, until SIGTERM, SIGINT, or the end of its parent.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from importlib import import_module
-from typing import Any, Self, cast
+from multiprocessing.connection import wait
+from pkgutil import resolve_name
+from typing import Any, NoReturn, Self, cast
 
 from lightning_hetpipe.errors import SettingError, say
-from lightning_hetpipe.server.process.signals import close_in_forks, forget, guarded
+from lightning_hetpipe.server.process.signals import (
+    close_in_forks,
+    exit_now,
+    forget,
+    how,
+    search_path,
+    start_child,
+    until_signal,
+)
+from lightning_hetpipe.server.transport.interface import Handler
 from lightning_hetpipe.server.transport.security import Security
 
 _START = 120.0  # seconds in which a child must serve: on a busy machine torch alone takes many to import
 _STOP = 10.0  # seconds in which a child must end by itself
 _LOOK = 0.2  # seconds between checks of the child
+_HELD = 5.0  # seconds that calls may take to leave the handler once it is closed
 
-# As with multiprocessing, the search path comes from the parent: the child finds the same modules.
-CHILD = """
-import json, sys
-told = json.loads(sys.stdin.readline() or sys.exit())
-sys.path[:] = told.pop("path")
-from lightning_hetpipe.server.process.server_process import child
-child(**told)
-"""
+_LOG = logging.getLogger(__name__)
 
 
 class ServerProcess:
@@ -65,9 +72,7 @@ class ServerProcess:
         self.security.check(address)
         self.address = address
         """``host:port``, with the port of the first start."""
-        # Absolute paths, because a program may change its folder before its server restarts.
-        path = [os.path.abspath(each) for each in sys.path]
-        self._told: dict[str, object] = {"handler": handler, "arguments": dict(arguments or {}), "path": path}
+        self._told = {"handler": handler, "arguments": dict(arguments or {}), **search_path()}
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -97,12 +102,7 @@ class ServerProcess:
         if self.pid is not None:
             return
         self.stop()  # remains of a dead child
-        child = self._child = subprocess.Popen(
-            guarded([sys.executable, "-c", CHILD, "hetpipe-server"]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        child = self._child = start_child(__name__, "hetpipe-server", stdout=subprocess.PIPE)
         try:
             answer = self._ask(child)
         except BaseException:
@@ -133,8 +133,7 @@ class ServerProcess:
                 child.stdout.close()
 
     def _ask(self, child: subprocess.Popen[bytes]) -> dict[str, str]:
-        """Send the child its settings on standard input, because other users can read command lines. Return its
-        answer."""
+        """Send the child its settings on standard input. Return its answer."""
         assert child.stdin is not None
         assert child.stdout is not None
         close_in_forks(child.stdin)
@@ -144,17 +143,12 @@ class ServerProcess:
             child.stdin.flush()
         except BrokenPipeError:
             raise RuntimeError(f"the server's process ended at its start, with status {child.wait(_STOP)}") from None
-        deadline, late = time.monotonic() + _START, threading.Timer(_START, child.kill)
-        late.daemon = True
-        late.start()
-        try:
-            with child.stdout:
-                said = child.stdout.readline()
-        finally:
-            late.cancel()
-        if not said:
-            if time.monotonic() > deadline:
+        with child.stdout as answers:
+            if not wait([answers.fileno()], _START):
+                child.kill()
                 raise RuntimeError(f"the server's process does not serve {self.address} within {_START:g} s")
+            said = answers.readline()
+        if not said:
             raise RuntimeError(
                 f"the server's process ended before it served {self.address}, with status {child.wait(_STOP)}; its"
                 " output above says why"
@@ -247,20 +241,8 @@ class Supervisor:
             return True
 
 
-def how(code: int) -> str:
-    """Describe the end of a process by its return code."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"died by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"died by signal {-code}"
-
-
 def child(handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:
     """Run the child. It answers on standard output with one line of JSON: the address, or an error."""
-    from lightning_hetpipe.server.process.running import end, serve  # only the process that serves needs gRPC
-
     answers = os.dup(1)
     os.dup2(2, 1)  # output goes to the parent's standard error
 
@@ -273,16 +255,42 @@ def child(handler: str, arguments: dict[str, Any], address: str, security: dict[
         answer(address=at)
 
     try:
-        serving = found(handler)(**arguments)
+        serving = resolve_name(handler)(**arguments)
         serve(serving, address, Security(**security), ready, sys.stdin.fileno())
     except SettingError as error:
         answer(refused=str(error))
     end(0)
 
 
-def found(name: str) -> Any:
-    """Import ``package.module:name``."""
-    module, _, attribute = name.partition(":")
-    made = getattr(import_module(module), attribute)
-    assert callable(made), f"{name} cannot be called"
-    return made
+def serve(
+    handler: Handler, address: str, security: Security, ready: Callable[[str], None], parent: int | None = None
+) -> int:
+    """Serve as `until_signal` does. Raise SettingError if the address or the certificates cannot be used.
+
+    If ``handler`` has a method ``close``, this is called at the end to wake calls that wait in its ``serve``.
+    """
+    from lightning_hetpipe.server.transport.grpc_server import GrpcServer  # only the process that serves needs gRPC
+
+    @contextmanager
+    def serving() -> Iterator[GrpcServer]:
+        try:
+            with GrpcServer(handler, address, security) as server:
+                yield server
+        finally:
+            getattr(handler, "close", lambda: None)()
+
+    return until_signal(serving(), ready, parent)
+
+
+def end(code: int) -> NoReturn:
+    """End the process, even if a handler still waits, without finalising the interpreter. With torch, that would delay
+    the end of a launch by most of a second."""
+    deadline = time.monotonic() + _HELD
+    ours = threading.current_thread()
+    for thread in threading.enumerate():
+        if thread is not ours and not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _LOG.warning("hetpipe server: %s did not end in %g s; ending without it", thread.name, _HELD)
+                break
+    exit_now(code)

@@ -10,15 +10,17 @@
 
 A VW that waits at a cut gets no read lease until all VWs have come, all updates are committed, and the cut closes. Then
 all clocks become the largest clock, and all VWs pull the end of the log, which does not move before.
+
+Decisions are noted as values, from which the laws L3 to L6 can be checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 
 from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest
-from lightning_hetpipe.server.protocol import decisions
 from lightning_hetpipe.server.protocol.identifiers import (
     Commit,
     CommitIndex,
@@ -28,6 +30,90 @@ from lightning_hetpipe.server.protocol.identifiers import (
     with_commits,
 )
 from lightning_hetpipe.server.protocol.messages import Lost
+
+
+@dataclass(frozen=True)
+class GenerationBegan:
+    """Beginning of a generation. ``members`` are (VW, incarnation, clock). Its weights include ``count`` updates."""
+
+    term: int
+    count: int
+    members: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class UpdatePushed:
+    """Arrival of an update at all shards. It is not committed yet."""
+
+    vw: int
+    incarnation: int
+    clock: int
+
+
+@dataclass(frozen=True)
+class UpdateCommitted:
+    """Commit of an update to the log, as the ``count``-th since the run's start."""
+
+    vw: int
+    incarnation: int
+    clock: int
+    divisor: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ReadGranted:
+    """Permission for a VW that has pushed ``clock`` waves to read weights with the first ``count`` updates. ``slowest``
+    is c_global, or None if all VWs wait at a cut, or this VW has just passed a cut."""
+
+    vw: int
+    read_lease: int
+    clock: int
+    slowest: int | None
+    count: int
+
+
+@dataclass(frozen=True)
+class ReadHeld:
+    """Wait of a VW that may not read weights yet, for the reason ``why``. It is noted once for each reason."""
+
+    vw: int
+    read_lease: int
+    clock: int
+    slowest: int | None
+    why: str
+
+
+@dataclass(frozen=True)
+class CutClosed:
+    """Arrival of all VWs at a cut. ``clock`` is now the clock of all."""
+
+    cut: int
+    clock: int
+    vws: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MemberLeft:
+    """End of a membership after ``clock`` waves. ``why`` is the reason for leaving the VW out, or empty if it left."""
+
+    vw: int
+    clock: int
+    why: str
+
+
+Decision = GenerationBegan | UpdatePushed | UpdateCommitted | ReadGranted | ReadHeld | CutClosed | MemberLeft
+Note = Callable[[Decision], None]
+
+
+def ignore(decision: Decision) -> None:
+    """Drop a decision."""
+
+
+def line(session: str, decision: Decision, time: float) -> str:
+    """Write a session's ``decision`` as a line of JSON. ``time`` is in seconds since 1970."""
+    told = {"time": round(time, 6), "session": session, "decision": type(decision).__name__}
+    return json.dumps({**told, **asdict(decision)}) + "\n"
 
 
 @dataclass(frozen=True)
@@ -81,9 +167,7 @@ class CommitLog:
         note: Receives every decision.
     """
 
-    def __init__(
-        self, recovery: Recovery, distance: int, *, mean: bool = False, note: decisions.Note = decisions.ignore
-    ) -> None:
+    def __init__(self, recovery: Recovery, distance: int, *, mean: bool = False, note: Note = ignore) -> None:
         self.base, members = recovery.base, recovery.members
         self.cut = recovery.cut
         self.cut_at = recovery.cut_at
@@ -154,7 +238,7 @@ class CommitLog:
         self._owing.discard(vw)
         self._unpulled.add(vw)
         self.clock[vw] = clock + 1
-        self._note(decisions.UpdatePushed(vw, update.incarnation, clock))
+        self._note(UpdatePushed(vw, update.incarnation, clock))
         if cut and self.cut_at <= clock:  # else a cut is near already, and a second wish must not delay it
             self.cut_at = cut_after(clock, self._distance)
         self._advance()
@@ -169,10 +253,10 @@ class CommitLog:
             if (why := self._not_yet(vw)) is not None:
                 if self._held.get(vw) != (read_lease, why):
                     self._held[vw] = read_lease, why
-                    self._note(decisions.ReadHeld(vw, read_lease, self.clock[vw], self.slowest, why))
+                    self._note(ReadHeld(vw, read_lease, self.clock[vw], self.slowest, why))
                 return why
             slowest = None if vw in self._behind else self.slowest
-            self._note(decisions.ReadGranted(vw, read_lease, self.clock[vw], slowest, self.head.count))
+            self._note(ReadGranted(vw, read_lease, self.clock[vw], slowest, self.head.count))
         self._read_leases[vw] = read_lease
         return None
 
@@ -223,7 +307,7 @@ class CommitLog:
     def drop(self, vw: int, why: str = "") -> None:
         """End the membership of a VW that has left, or was left out for the reason ``why``. Its pushed updates
         count."""
-        self._note(decisions.MemberLeft(vw, self.clock[vw], why))
+        self._note(MemberLeft(vw, self.clock[vw], why))
         for each in (self.clock, self.waits, self._read_leases, self._ended, self._passed, self._incarnation):
             each.pop(vw, None)
         for group in (self._unconfirmed, self._owing, self._unpulled, self._behind):
@@ -262,7 +346,7 @@ class CommitLog:
                     self.tail.append(Commit(update, self._sizes[update.clock] if self._mean else 1))
                     self._included = with_commits(self._included, self.tail[-1:])
                     made = (self.tail[-1].divisor, self.base.count + self.commits)
-                    self._note(decisions.UpdateCommitted(update.vw, update.incarnation, update.clock, *made))
+                    self._note(UpdateCommitted(update.vw, update.incarnation, update.clock, *made))
                 self._count()
             elif self.clock and self.clock.keys() == self.waits.keys() and not self._queue and not self._owing:
                 self._close()
@@ -282,7 +366,7 @@ class CommitLog:
         # The clocks of VWs that are gone count: no wave has updates from both sides of a cut.
         self._cut_clock = max(*self.clock.values(), *(update.clock + 1 for update in self._included), 0)
         here = [vw for vw, cut in self.waits.items() if cut == self.cut]
-        self._note(decisions.CutClosed(self.cut, self._cut_clock, tuple(sorted(here))))
+        self._note(CutClosed(self.cut, self._cut_clock, tuple(sorted(here))))
         for vw in here:
             del self.waits[vw]
             self.clock[vw], self._passed[vw] = self._cut_clock, self.cut

@@ -18,8 +18,7 @@ from enum import Enum
 from typing import Any
 
 from lightning_hetpipe.server.protocol import messages
-from lightning_hetpipe.server.protocol.commit_log import CommitLog, Recovery
-from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
+from lightning_hetpipe.server.protocol.commit_log import CommitLog, GenerationBegan, Note, Recovery, ignore
 from lightning_hetpipe.server.protocol.gathers import Bytes, Gathers, KeptBytes
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Answer, Request
@@ -394,7 +393,7 @@ class Coordinator:
         elif isinstance(message, messages.Arrive):
             return self._arrive(log, message), ()
         elif isinstance(message, messages.Gather):
-            return self._gather(log, message, body)
+            return self._gathers.serve(message, body, log.clock.keys(), log.waits)
         self._admit()
         return self._roster.done(), ()
 
@@ -407,10 +406,3 @@ class Coordinator:
             return messages.Closed(clock)
         late = [vw for vw in sorted(log.clock) if vw not in log.waits]
         return messages.NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}")
-
-    def _gather(self, log: CommitLog, message: messages.Gather, body: Bytes) -> tuple[Answer, Sequence[Bytes]]:
-        name = (message.cut, message.ordinal)
-        self._gathers.give(message.vw, name, body, log.clock.keys(), log.waits)
-        if missing := self._gathers.missing(name, log.clock.keys(), log.waits):
-            return messages.NotYet(f"VW {', '.join(map(str, missing))} in gather {name}"), ()
-        return self._gathers.result(name)

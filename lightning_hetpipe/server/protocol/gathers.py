@@ -37,11 +37,25 @@ class Gathers:
         if size > self.limit:
             raise RemoteFault(Refusal.TOO_LARGE, f"{size} bytes in a gather are more than the {self.limit} allowed")
 
-    def give(self, vw: int, name: Name, part: Bytes, live: Collection[int], waits: Mapping[int, int]) -> None:
-        """Take the VW's part, once. ``waits`` has the cut at which a VW waits."""
+    def serve(
+        self, message: messages.Gather, part: Bytes, live: Collection[int], waits: Mapping[int, int]
+    ) -> tuple[messages.Answer, Sequence[Bytes]]:
+        """Take the VW's part, once. Return the answer, with the parts in VW order if the gather is complete. ``waits``
+        has the cut at which a VW waits."""
+        name = (message.cut, message.ordinal)
         self.check(len(part))
-        if name == self._name and vw in self._parts:
-            return
+        if name != self._name or message.vw not in self._parts:
+            self._give(message.vw, name, part, live, waits)
+            here, members = self._open[name], sorted(self._members[name])
+            missing = [vw for vw in members if vw in live and waits.get(vw, -1) <= name[0] and vw not in here]
+            if missing:
+                return messages.NotYet(f"VW {', '.join(map(str, missing))} in gather {name}"), ()
+            del self._members[name]
+            self._name, self._parts = name, self._open.pop(name)
+        parts = tuple(messages.GatherPart(vw, len(self._parts[vw])) for vw in sorted(self._parts))
+        return messages.Gathered(*name, parts), [self._parts[each.vw] for each in parts]
+
+    def _give(self, vw: int, name: Name, part: Bytes, live: Collection[int], waits: Mapping[int, int]) -> None:
         if name <= self._name or name < self._given.get(vw, name):
             raise RemoteFault(Refusal.STALE, f"gather {name} of VW {vw} is over")
         if name not in self._open:
@@ -53,25 +67,6 @@ class Gathers:
         self._open[name].setdefault(vw, part)
         self._given[vw] = name
 
-    def missing(self, name: Name, live: Collection[int], waits: Mapping[int, int]) -> list[int]:
-        """Return the VWs whose parts are missing, and complete the gather if there are none."""
-        if name == self._name:
-            return []
-        missing = [
-            vw
-            for vw in sorted(self._members[name])
-            if vw in live and waits.get(vw, -1) <= name[0] and vw not in self._open[name]
-        ]
-        if not missing:
-            del self._members[name]
-            self._name, self._parts = name, self._open.pop(name)
-        return missing
-
-    def result(self, name: Name) -> tuple[messages.Gathered, list[Bytes]]:
-        """Return the result of a gather that :meth:`missing` has found complete, and the parts in VW order."""
-        parts = tuple(messages.GatherPart(vw, len(self._parts[vw])) for vw in sorted(self._parts))
-        return messages.Gathered(*name, parts), [self._parts[part.vw] for part in parts]
-
     def restore(self, gathered: messages.Gathered, body: Bytes) -> None:
         """Take over a result that a VW has kept, if it is newer. Drop open gathers, which begin again."""
         self._open.clear()
@@ -80,10 +75,7 @@ class Gathers:
         if gathered.size != len(body) or any(part.size < 0 for part in gathered.parts):
             raise RemoteFault(Refusal.MALFORMED, f"gather {name} is reported with {len(body)} bytes")
         if name > self._name:
-            self._name, self._parts, start = name, {}, 0
-            for part in gathered.parts:
-                self._parts[part.vw] = body[start : start + part.size]
-                start += part.size
+            self._name, self._parts = name, {**gathered.split(memoryview(body))}
 
 
 class KeptBytes:

@@ -73,15 +73,11 @@ class Refusal(Enum):
     """An update holds a NaN or infinity. Nothing was added."""
 
 
-class Fault(Exception):
-    """A violation of the protocol."""
-
-
-class LocalFault(Fault):
+class LocalFault(Exception):
     """Request of a caller in this process that the state does not allow."""
 
 
-class RemoteFault(Fault):
+class RemoteFault(Exception):
     """Refused request, or impossible answer, for the reason ``refusal``."""
 
     def __init__(self, refusal: Refusal, why: str) -> None:

@@ -8,6 +8,7 @@ refuses a request.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lightning_hetpipe.server.protocol import identifiers
 from lightning_hetpipe.server.transport.codec import Codec, Malformed
@@ -59,6 +60,11 @@ class Gathered:
     @property
     def size(self) -> int:
         return sum(part.size for part in self.parts)
+
+    def split(self, body: memoryview) -> dict[int, memoryview]:
+        """Return the VWs' parts of ``body``."""
+        ends = accumulate(part.size for part in self.parts)
+        return {part.vw: body[end - part.size : end] for part, end in zip(self.parts, ends, strict=True)}
 
 
 @dataclass(frozen=True)

@@ -44,27 +44,22 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-@dataclass(frozen=True)
 class ShardLayout:
     """Layout of parameters in one block of bytes, in order, each at a multiple of its element's size. With ``update``,
     the layout has the dtypes of updates."""
 
-    parameters: tuple[messages.Parameter, ...]
-    update: bool
-    places: tuple[tuple[int, torch.dtype, tuple[int, ...]], ...] = field(init=False)
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        places, start = [], 0
-        for parameter in self.parameters:
-            dtype = dtype_of(parameter.update_dtype if self.update else parameter.dtype)
+    def __init__(self, parameters: tuple[messages.Parameter, ...], update: bool) -> None:
+        self.parameters, self.update = parameters, update
+        self.places: list[tuple[int, torch.dtype, tuple[int, ...]]] = []
+        start = 0
+        for parameter in parameters:
+            dtype = dtype_of(parameter.update_dtype if update else parameter.dtype)
             if min(parameter.shape, default=0) < 0:
                 raise RemoteFault(Refusal.MALFORMED, f"'{parameter.name}' has the shape {list(parameter.shape)}")
             start = -(-start // dtype.itemsize) * dtype.itemsize
-            places.append((start, dtype, parameter.shape))
+            self.places.append((start, dtype, parameter.shape))
             start += math.prod(parameter.shape) * dtype.itemsize
-        object.__setattr__(self, "places", tuple(places))
-        object.__setattr__(self, "size", start)
+        self.size = start
 
     def views(self, block: Tensor) -> list[Tensor]:
         """Return the parameters in ``block``, which has ``size`` bytes of dtype uint8."""

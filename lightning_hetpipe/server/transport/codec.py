@@ -19,7 +19,7 @@ from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.transport.rejections import printable
+from lightning_hetpipe.server.transport.security import printable
 from lightning_hetpipe.settings import Style, check
 
 _WIRE = Style(lambda path, value: path, {True: "true", False: "false", None: "null"})

@@ -1,4 +1,4 @@
-"""First messages of a call and of its answer, as bytes.
+"""Messages of a call and of its answer, as bytes: the first message, and bodies as sequences of buffers.
 
     | magic and version, 4 bytes | length, 4 bytes | JSON of an `Opening` or `Answer` of that length | header |
 
@@ -9,9 +9,12 @@ A body with a ``place`` is read in shared memory. A call of one message has no c
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Self
+
+import numpy as np
 
 from lightning_hetpipe.server.transport.codec import Codec, Malformed
 from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, RELEASE
@@ -26,6 +29,8 @@ OVERHEAD = 4096
 """Largest number of bytes in a frame beside its header."""
 
 ANY_SIZE = -1
+
+_SMALL = 1 << 14  # bytes below which numpy's own overhead is more than the lock is worth
 
 _MAGIC = b"HPT\x07"  # the last byte is the version of all that is sent, the protocol's messages included
 _PREFIX = struct.Struct(">4sI")
@@ -100,3 +105,56 @@ class Answer(_Frame):
 
 
 _CODEC = Codec((Opening, Answer), OVERHEAD - _PREFIX.size)
+
+
+def flat(buffers: Iterable[memoryview]) -> list[memoryview]:
+    """Return the non-empty buffers as bytes. Raise TypeError for a buffer that is not contiguous."""
+    return [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+
+
+def total(buffers: Iterable[memoryview]) -> int:
+    """Return the number of bytes in all buffers."""
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def copy(target: memoryview, source: memoryview | bytes) -> None:
+    """Copy ``source`` to ``target`` of equal size. Unlike a slice's assignment, let other Python threads run."""
+    if len(source) < _SMALL:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def portions(buffers: Sequence[memoryview]) -> Iterator[bytes]:
+    """Divide buffers from `flat` into portions of `CHUNK` bytes, which may go over several buffers."""
+    parts: list[memoryview] = []
+    left = CHUNK
+    for buffer in buffers:
+        start = 0
+        while start < len(buffer):
+            part = buffer[start : start + left]
+            parts.append(part)
+            start += len(part)
+            left -= len(part)
+            if not left:
+                yield b"".join(parts)
+                parts, left = [], CHUNK
+    if parts:
+        yield b"".join(parts)
+
+
+def fill(buffers: Sequence[memoryview], pieces: Iterator[bytes | memoryview]) -> int:
+    """Fill buffers from `flat` in order by pieces of any size. Return the number of bytes that are missing, if the
+    pieces end before, or the next piece is empty or does not fit."""
+    rest, current, left = iter(buffers), memoryview(b""), total(buffers)
+    while left:
+        data = memoryview(next(pieces, b""))
+        if not 0 < len(data) <= left:
+            break
+        left -= len(data)
+        while data:
+            current = current or next(rest)
+            count = min(len(data), len(current))
+            copy(current[:count], data[:count])
+            current, data = current[count:], data[count:]
+    return left

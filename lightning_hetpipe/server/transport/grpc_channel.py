@@ -8,14 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lightning_hetpipe.server.transport.body_buffers import fill, flat, portions, total
 from lightning_hetpipe.server.transport.codec import Malformed
-from lightning_hetpipe.server.transport.frames import ANY_SIZE, CHUNK, Answer, Opening, Outcome
+from lightning_hetpipe.server.transport.frames import ANY_SIZE, Answer, Opening, Outcome, fill, flat, portions, total
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, LIMITS, LONGEST, MANY, ONE, SERVICE, SHOWN, TOKEN
 from lightning_hetpipe.server.transport.interface import RELEASE, TIMEOUT, CallRefused, Room, Unreachable
-from lightning_hetpipe.server.transport.rejections import printable
-from lightning_hetpipe.server.transport.security import Security, is_loopback, split
+from lightning_hetpipe.server.transport.security import Security, is_loopback, printable, split
 from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Views, place_of
 
 _OPTIONS = (
@@ -188,7 +186,7 @@ class GrpcChannel:
 def requests(opening: bytes, body: Sequence[memoryview]) -> Iterator[bytes]:
     """Yield the messages of a call. A thread of gRPC iterates."""
     yield opening
-    yield from portions(body, CHUNK)
+    yield from portions(body)
 
 
 def received(replies: Iterator[bytes], into: Room) -> tuple[Answer, bytes]:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Self
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.transport.body_buffers import copy, fill, flat, portions, total
-from lightning_hetpipe.server.transport.call_threads import CallThreads
 from lightning_hetpipe.server.transport.codec import Malformed
-from lightning_hetpipe.server.transport.frames import ANY_SIZE, CHUNK, OVERHEAD, Answer, Opening, Outcome
+from lightning_hetpipe.server.transport.frames import (
+    ANY_SIZE,
+    CHUNK,
+    OVERHEAD,
+    Answer,
+    Opening,
+    Outcome,
+    fill,
+    flat,
+    portions,
+    total,
+)
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.interface import (
     HEADER_LIMIT,
@@ -21,8 +35,7 @@ from lightning_hetpipe.server.transport.interface import (
     Reply,
     SenderGone,
 )
-from lightning_hetpipe.server.transport.rejections import Rejections, printable
-from lightning_hetpipe.server.transport.security import Security, split
+from lightning_hetpipe.server.transport.security import Rejections, Security, printable, split
 from lightning_hetpipe.server.transport.shared_memory import NoBlock, Views, place_of
 
 SERVICE = "hetpipe"
@@ -38,6 +51,9 @@ SHOWN = "hetpipe-release"
 CALLS = 256
 """Number of calls that a server serves at once, each in its own thread, even if it waits. Further calls are turned
 away. In addition, a server has its own threads and about ten of gRPC's core. Threads of calls end when calls do."""
+
+IDLE = 3.0
+"""Seconds without a call after which a thread ends."""
 
 AT_ONCE = 64
 """Number of calls of one connection that run at once. Further calls wait at the caller. A virtual worker makes a few.
@@ -63,6 +79,10 @@ LIMITS = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+_Task = tuple[Future[Any], Callable[[], Any]]
 
 _LOG = logging.getLogger(__name__)
 
@@ -133,9 +153,6 @@ class GrpcServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
         """End running calls with `Unreachable`, free the port, and wait for threads that are not in the handler."""
         server, self._server = self._server, None
         if server is None or self._threads is None:
@@ -198,11 +215,9 @@ class GrpcServer:
         def receive(memory: memoryview) -> None:
             if memory.nbytes != size:
                 raise ValueError(f"the handler opened {memory.nbytes} bytes for {size}")
-            if offered is None:
-                if left := fill(flat([memory]), messages or iter(())):
-                    raise Malformed(f"a body of {size} bytes ended, or went on, {left} bytes before its end")
-            elif memory is not offered:
-                copy(memory, offered)
+            pieces = messages or iter(()) if offered is None else iter([offered])
+            if memory is not offered and (left := fill(flat([memory]), pieces)):
+                raise Malformed(f"a body of {size} bytes ended, or went on, {left} bytes before its end")
             if not context.is_active():
                 raise SenderGone
 
@@ -227,7 +242,7 @@ def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> 
         return
     yield Answer(Outcome.REPLY, size, place).pack(reply.header)
     if place is None:
-        yield from portions(body, CHUNK)
+        yield from portions(body)
 
 
 class _Doorkeeper:
@@ -268,3 +283,95 @@ class _Doorkeeper:
 def _malformed(context: grpc.ServicerContext, sentence: str) -> NoReturn:
     context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
     raise AssertionError("abort raises")
+
+
+class CallThreads(Executor):
+    """Executor with at most ``most`` threads. A thread ends after ``idle`` seconds without a call.
+
+    ``ThreadPoolExecutor`` keeps each thread that it has made: after a storm of calls, a server would keep hundreds.
+    Here the thread that became idle last takes the next call, so the other threads can end.
+    """
+
+    def __init__(self, most: int, name: str, idle: float = IDLE) -> None:
+        self._most, self._name, self._idle = most, name, idle
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._free: list[queue.SimpleQueue[_Task | None]] = []
+        self._waiting: deque[_Task] = deque()
+        self._ended = False
+
+    def submit(
+        self, fn: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[Result]:
+        """Call ``fn`` in one of the threads. Raise RuntimeError after `shutdown`."""
+        future: Future[Result] = Future()
+        task = future, partial(fn, *args, **kwargs)
+        with self._lock:
+            if self._ended:
+                raise RuntimeError("the server has stopped")
+            if self._free:
+                self._free.pop().put(task)
+                return future
+            self._waiting.append(task)
+            if len(self._threads) < self._most:
+                thread = threading.Thread(target=self._work, name=self._name)
+                try:
+                    thread.start()
+                    self._threads.add(thread)
+                except RuntimeError:  # the process may have no more threads, but a thread here takes the task later
+                    if not self._threads:
+                        self._waiting.pop()
+                        raise
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no further calls. Threads end after the running and waiting calls. ``cancel_futures`` cancels the
+        waiting calls."""
+        with self._lock:
+            self._ended = True
+            dropped = [*self._waiting] if cancel_futures else []
+            if cancel_futures:
+                self._waiting.clear()
+            for each in self._free:
+                each.put(None)
+            self._free.clear()
+            threads = [*self._threads]
+        for future, _ in dropped:
+            future.cancel()
+        for thread in threads if wait else ():
+            thread.join()
+
+    def _work(self) -> None:
+        own: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        while (task := self._next(own)) is not None:
+            _run(*task)
+            task = None  # else the call's objects would be kept while this thread is idle
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+
+    def _next(self, own: queue.SimpleQueue[_Task | None]) -> _Task | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            if self._ended:
+                return None
+            self._free.append(own)
+        try:
+            return own.get(timeout=self._idle)
+        except queue.Empty:
+            with self._lock:
+                if own in self._free:
+                    self._free.remove(own)
+                    return None
+            return own.get()  # a call was handed over at the last moment
+
+
+def _run(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -29,8 +29,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,16 +66,8 @@ class Place:
         return f"/proc/{self.pid}/fd/{self.descriptor}"
 
 
-class _Own(NamedTuple):
-    """Block of this process. `_own` holds it under the address of its first usable byte."""
-
-    size: int
-    descriptor: int
-    inode: int
-    secret: str
-
-
-_own: dict[int, _Own] = {}  # without a lock: blocks may be freed anywhere, also while a lock is held
+_own: dict[int, Place] = {}  # without a lock: blocks may be freed anywhere, also while a lock is held
+"""Blocks of this process, by the address of their first usable byte."""
 
 
 class _Block(mmap.mmap):
@@ -110,7 +101,7 @@ def shared(size: int) -> memoryview:
         os.close(descriptor)
         raise NoBlock(f"there is no memory for {size} bytes of it ({error})") from None
     memory = memoryview(block)[_FIRST:]
-    _own[_address(memory)] = _Own(size, descriptor, inode, secret)
+    _own[_address(memory)] = Place(_network(), os.getpid(), descriptor, inode, secret, 0, size)
     block.address = _address(memory)
     return memory
 
@@ -137,8 +128,8 @@ def place_of(buffers: Sequence[memoryview]) -> Place | None:
         end += len(buffer)
     for first, own in _own.copy().items():
         if first <= start and end <= first + own.size:
-            own_block = _network(), os.getpid(), own.descriptor, own.inode, own.secret
-            return Place(*own_block, start=start - first, size=end - start)
+            # This process may be a fork of the process that made the block, or have another network meanwhile.
+            return replace(own, network=_network(), pid=os.getpid(), start=start - first, size=end - start)
     return None
 
 
