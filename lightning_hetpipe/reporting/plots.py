@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,23 +93,6 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
     _draw_curves(below, timeline, start, end)
     figure.suptitle(str(window), fontsize="medium")
     return figure
-
-
-def image(timeline: Timeline) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return :func:`draw` as pixels of shape (height, width, 3): red, green and blue from 0 to 255."""
-    figure = draw(timeline)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas: Any = FigureCanvasAgg(figure)  # it has no types
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
-def encoded(figure: Figure) -> bytes:
-    """Return ``figure`` as the bytes of a PNG file."""
-    file = BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
 
 
 def figure_class() -> type[Any]:
