@@ -22,7 +22,7 @@ from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.placement.measuring import known_optimizer
 from lightning_hetpipe.placement.optimizer_states import follow_parameters
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
-from lightning_hetpipe.planning.search.spread_plan import FROZEN, FULL, divided
+from lightning_hetpipe.planning.search.split_points import FROZEN, FULL, divided
 from lightning_hetpipe.torch_private.modules import without_tensors
 
 

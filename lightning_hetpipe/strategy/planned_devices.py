@@ -23,8 +23,7 @@ from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
-from lightning_hetpipe.planning.search.split_points import partition
-from lightning_hetpipe.planning.search.spread_plan import FROZEN
+from lightning_hetpipe.planning.search.split_points import FROZEN, partition
 from lightning_hetpipe.rules.versions import POLICIES, STASH
 from lightning_hetpipe.run.around_step import Correction
 from lightning_hetpipe.run.run_settings import RunSettings, trains_frozen_later
