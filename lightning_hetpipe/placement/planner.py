@@ -19,20 +19,18 @@ from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.placement import emulated_speeds
-from lightning_hetpipe.placement.decision import Decision
+from lightning_hetpipe.placement import measuring
+from lightning_hetpipe.placement.decision import (
+    Decision,
+    as_planned,
+    chosen_groups,
+    parts_of,
+    planned_groups,
+    shared_groups,
+)
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place, stage_count
-from lightning_hetpipe.placement.measuring import (
-    UNKNOWN_OPTIMIZER,
-    kept,
-    known_optimizer,
-    layer_seconds,
-    optimizer_name,
-    profiled,
-)
 from lightning_hetpipe.placement.progress import Bar, hidden
-from lightning_hetpipe.placement.split_groups import as_planned, chosen_groups, parts_of, planned_groups, shared_groups
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, lacking
@@ -152,7 +150,7 @@ class Planner:
             found = as_planned(found, plan.virtual_workers[0], groups, factor)
             return self._estimated(found, profile, factor, why).in_groups(groups)
         types, kinds = self.placement.types, dict.fromkeys(slot.device.name for slot in slots)
-        seconds = {name: layer_seconds(profiling, types[name], self.bar) for name in kinds}
+        seconds = {name: measuring.layer_seconds(profiling, types[name], self.bar) for name in kinds}
         times = [
             sum(seconds[slot.device.name][start:after]) / slot.device.speed
             for slot, start, after in zip(slots, first, [*first[1:], len(names)], strict=True)
@@ -206,7 +204,7 @@ class Planner:
         stages = stage_count(self.stages, len(slots), len(names), _why_few(profiling))
         seconds = [0.0] * len(names)
         if stages > 1 or self.reported:
-            seconds = layer_seconds(profiling, None, self.bar)
+            seconds = measuring.layer_seconds(profiling, None, self.bar)
         first = self.choose_split_points(seconds, stages)
         times = stage_times(seconds, first)
         in_flight, why = self.in_flight, f"in_flight={self.in_flight} was asked for"
@@ -266,14 +264,14 @@ class Planner:
     def _profile(self, profiling: ProfilingInput) -> tuple[Profile, float]:
         """Profile of all devices. If they are emulated, the factor is how much they are slowed down."""
         placement = self.placement
-        profile = profiled(
+        profile = measuring.profiled(
             profiling, placement.types, self.model, self.precision, self.cache, self.bar, with_widths=bool(self.split)
         )
         devices = [slot.device for slot in placement.cluster.slots]
         if not placement.emulated:
             return profile, 1.0
         for name in dict.fromkeys(canonical(device.name) for device in devices if device.name not in profile.times):
-            if (one := kept(profiling, name, self.model, self.precision, self.cache)) is not None:
+            if (one := measuring.kept(profiling, name, self.model, self.precision, self.cache)) is not None:
                 # Kernels there may keep other bytes, but a profile has one number for all devices.
                 profile = profile.joined(replace(one, layers=profile.layers, samples=profile.samples))
         if set(profile.times) != {"cpu"} and all(device.name != "cpu" for device in devices):
@@ -281,7 +279,7 @@ class Planner:
         precision = "16" if "16" in self.precision else "32"
         # An emulation needs only ratios, and a CPU is too slow for seconds that follow from its speed.
         ratios = replace(profile, speeds={}).with_estimates(devices, precision)
-        return emulated_speeds.slowed(ratios, placement.cluster)
+        return measuring.slowed(ratios, placement.cluster)
 
     def _search(self, profile: Profile, profiling: ProfilingInput) -> Estimate:
         cluster = self.placement.cluster
@@ -314,7 +312,7 @@ class Planner:
             return plan_with_groups(problem, in_flight) if self.split == "auto" else best_plan(problem, in_flight)
 
     def _problem(self, profile: Profile, profiling: ProfilingInput, stages: int | None = None) -> PlanningProblem:
-        optimizer = UNKNOWN_OPTIMIZER if profiling.optimizer is None else known_optimizer(profiling.optimizer)
+        optimizer = measuring.known_optimizer(profiling.optimizer)
         return PlanningProblem(
             profile,
             self.placement.cluster,
@@ -353,8 +351,8 @@ class Planner:
             *most, last = [self.placement.name(slot) for slot in found.idle]
             names = f"{', '.join(most)} and {last} are" if most else f"{last} is"
             reasons.append(f"{names} not used, as no plan was found that is better with {'them' if most else 'it'}")
-        if profiling.optimizer is None or optimizer_name(profiling.optimizer) is None:
-            reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
+        if measuring.optimizer_name(profiling.optimizer) is None:
+            reasons.append(f"the optimizer's state is taken to be as large as {measuring.UNKNOWN_OPTIMIZER}'s")
         reasons += self.placement.cluster.assumed([stage.slot for stage in found.stages])
         return f"because {'; '.join(reasons)}"
 
@@ -364,8 +362,8 @@ class Planner:
         slots, first = [stage.slot for stage in stages], [stage.first for stage in stages]
         reasons = [why]
         if placement.emulated:
-            self.emulation.begin(emulated_speeds.pads(stages), slots)
-            reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
+            self.emulation.begin(measuring.pads(stages), slots)
+            reasons.append(measuring.described(profile, placement.cluster, factor))
         names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]
         decision = self._decided(slots, names, first, found.in_flight, times, *reasons)
         groups = chosen_groups(stages, placement)
