@@ -24,8 +24,7 @@ from itertools import combinations
 from typing import TypeAlias
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.allocation.allocator import NEAR, Allocation, Allocator
-from lightning_hetpipe.planning.allocation.group_plans import Kinds
+from lightning_hetpipe.planning.allocation.allocator import NEAR, Allocation, Allocator, Kinds
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, Group, Grouping
 from lightning_hetpipe.planning.allocation.placed import placed
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
