@@ -104,7 +104,7 @@ def check(config: DictConfig) -> None:
             " strategy.allocation=np, ed, hd, placed or auto, or strategy.virtual_workers=1 for one over all devices."
         )
     config_checks.synchronisation(config)
-    if joins(config) and config.ordered:
+    if config.split and config.ordered:
         name = "strategy.split" if OmegaConf.is_interpolation(config, "split") else "split"
         raise SettingError(
             f"ordered=true gives each stage one device, and {name}={written(config.split)} joins devices; leave one of"
@@ -158,7 +158,7 @@ def _measured(config: DictConfig) -> Profiled:
         config.trainer.pop("callbacks", None)
         config.trainer.update(_SILENT)
         config.trainer.pop("strategy", None)
-    strategy = profiling_strategy.ProfilingStrategy(ProfileCache(), on_terminal, widths=joins(config), **kept)
+    strategy = profiling_strategy.ProfilingStrategy(ProfileCache(), on_terminal, widths=bool(config.split), **kept)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
     trainer = built(config, "trainer", L.Trainer, strategy=strategy, callbacks=callbacks)
@@ -239,7 +239,7 @@ def allocation_of(config: DictConfig, cluster: Cluster) -> str | None:
             f"strategy.wsp.shares={[*shares]} is what a plan of several virtual workers decides; give equal, or auto,"
             " or strategy.virtual_workers=1 for a plan of one."
         )
-    if joins(config):
+    if config.split:
         raise SettingError(
             f"split={written(config.split)} joins devices of one virtual worker, and this plan is for several; set"
             " strategy.virtual_workers=1, or leave split out"
@@ -264,11 +264,6 @@ def _unknown(name: str, profile: Profile, way_out: str = "") -> str:
 def of_strategy(config: DictConfig, key: str) -> Any:
     """Return a setting of the strategy, or its default if another strategy is configured."""
     return OmegaConf.select(config, f"strategy.{key}", default=declared(HetPipeArguments).parameters[key].default)
-
-
-def joins(config: DictConfig) -> bool:
-    """Return whether a plan may join devices into groups that divide layers."""
-    return bool(config.split)
 
 
 def _is_given(setting: str) -> bool:
