@@ -244,9 +244,9 @@ class _Search:
 
 
 def _one_after_another(found: Estimate) -> str:
-    took = in_seconds(sum(stage.times.total for stage in found.stages))
     if len(found.stages) == 1:
-        return f"all layers on {found.stages[0].slot.device.name} take {took} for each minibatch"
+        return slowest_stage(found)
+    took = in_seconds(sum(stage.times.total for stage in found.stages))
     return f"devices compute one after another, {took} for each minibatch, as one is in flight"
 
 

@@ -27,10 +27,6 @@ MINIBATCHES = 48
 """Smallest number of simulated minibatches."""
 
 
-def unseen() -> None:
-    """Show no progress."""
-
-
 Seen: TypeAlias = tuple[StageLoad, int, int]
 """Load of stages other than the last one that start between two boundaries, both inclusive."""
 
@@ -72,7 +68,7 @@ class PlanningProblem:
     every: int = 1
     spread: bool = False
     brief: bool = False
-    progress: Callable[[], object] = unseen
+    progress: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slots", tuple(self.slots) or self.cluster.slots)
