@@ -21,8 +21,7 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Crossing, PlacedWeights, WorkerPipeline
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.rules.parameter_placement import place
-from lightning_hetpipe.rules.waves import staleness_bound, throughput, wave_lengths
+from lightning_hetpipe.rules.waves import place_parameters, staleness_bound, throughput, wave_lengths
 
 WAVES = 9
 """Simulated waves. The first third, and waves of a clock distance, count as the start."""
@@ -250,7 +249,7 @@ class Allocator:
 
         Args:
             shares: Whether faster virtual workers get longer waves, and so larger shares of the data.
-            placement: As for :func:`~lightning_hetpipe.rules.parameter_placement.place`.
+            placement: As for :func:`~lightning_hetpipe.rules.waves.place_parameters`.
             plans: Plans of the groups, by default :attr:`plans`.
 
         Raises:
@@ -363,7 +362,7 @@ def _placed(
     homes = [_nodes(worker) for worker in workers]
     sizes = [*(layer.parameters for layer in profile.layers), profile.user.trained]
     beside = [servers.index(node) for node in homes[0]]
-    placed = place(sizes, len(servers), placement, beside)
+    placed = place_parameters(sizes, len(servers), placement, beside)
     server = {index: number for number, indices in enumerate(placed) for index in indices}
     found = []
     for nodes in homes:

@@ -19,8 +19,8 @@ from lightning_hetpipe.planning.plan.faults import Problem, plan_problems
 from lightning_hetpipe.planning.plan.json_file import read, write
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.plan.table import table
-from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES, STASH, Versions
+from lightning_hetpipe.rules.waves import PLACEMENTS
 from lightning_hetpipe.settings import MOST, Bounds, CheckedRecord, Choices, Length, Size
 
 VERSION = 1
