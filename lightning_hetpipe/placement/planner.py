@@ -8,8 +8,7 @@ measured times decide only the split points.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -18,7 +17,6 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.memory import PlannedMemory
-from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement import measuring
 from lightning_hetpipe.placement.decision import (
     Decision,
@@ -30,7 +28,7 @@ from lightning_hetpipe.placement.decision import (
 )
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place, stage_count
-from lightning_hetpipe.placement.progress import Bar, hidden
+from lightning_hetpipe.placement.progress import Bar
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, lacking
@@ -42,7 +40,7 @@ from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups, plan_with_shares
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
+from lightning_hetpipe.planning.search.split_points import split_points_in_order, stage_times
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 
@@ -59,35 +57,30 @@ class Planner:
         every: Minibatches of an optimizer step.
         spread: Whether ``in_flight=1`` asks for a spread run, unless forwards of several stages are recomputed.
         copies: Additional copies of its weights on each device, for the synchronisation of virtual workers.
-        must_fit: Whether another weight policy is tried if this one does not fit.
         split: Shares of the devices of each stage that has several, or "auto" to let the search join devices.
+        must_fit: Whether another weight policy is tried if this one does not fit.
     """
 
     placement: DevicePlacement
     model: str
     precision: str
-    stages: int | Literal["auto"] = "auto"
-    in_flight: int | Literal["auto"] = "auto"
-    recompute: bool = False
-    plan: Plan | None = None
-    plan_name: str = ""
-    emulation: Emulation = field(default_factory=partial(Emulation, ()))
-    cache: ProfileCache | None = None
-    bar: Bar = hidden
-    even: bool = False
-    choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]] = partition
-    reported: bool = False
-    every: int = 1
-    spread: bool = False
-    copies: float = 0.0
+    stages: int | Literal["auto"]
+    in_flight: int | Literal["auto"]
+    recompute: bool
+    plan: Plan | None
+    plan_name: str
+    emulation: Emulation
+    cache: ProfileCache | None
+    bar: Bar
+    even: bool
+    choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]]
+    reported: bool
+    every: int
+    spread: bool
+    copies: float
+    split: Mapping[int, Sequence[float]] | Literal["auto"]
     weights: WeightPolicy = STASH
     must_fit: bool = False
-    split: Mapping[int, Sequence[float]] | Literal["auto"] = field(default_factory=dict)
-
-    @property
-    def before_pass(self) -> BeforePass | None:
-        """Padding of emulated stages, or None if the devices are here."""
-        return self.emulation if self.placement.emulated else None
 
     def __call__(self, profiling: ProfilingInput, policies: Sequence[WeightPolicy]) -> Decision:
         """Decide for the first of ``policies`` that fits into the devices' memory.
@@ -136,9 +129,9 @@ class Planner:
                 f"plan={self.plan_name} was made for another model than {self.model}: {differs}; plan anew, or leave"
                 " plan out"
             )
-        slots = plan.slots(0, self.placement.cluster)
+        slots, (worker,) = plan.slots(0, self.placement.cluster), plan.virtual_workers
         self._check_copies(plan)
-        first = [stage.first_layer for stage in plan.virtual_workers[0].stages]
+        first, groups = [stage.first_layer for stage in worker.stages], planned_groups(plan, self.placement)
         why = f"because plan={self.plan_name} says so"
         if self.placement.emulated:
             profile, factor = self._profile(profiling)
@@ -146,8 +139,7 @@ class Planner:
             found = _estimate(problem, slots, first, plan.in_flight)
             if lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
-            groups = planned_groups(plan, self.placement)
-            found = as_planned(found, plan.virtual_workers[0], groups, factor)
+            found = as_planned(found, worker, groups, factor)
             return self._estimated(found, profile, factor, why).in_groups(groups)
         types, kinds = self.placement.types, dict.fromkeys(slot.device.name for slot in slots)
         seconds = {name: measuring.layer_seconds(profiling, types[name], self.bar) for name in kinds}
@@ -156,10 +148,8 @@ class Planner:
             for slot, start, after in zip(slots, first, [*first[1:], len(names)], strict=True)
         ]
         decision = self._decided(slots, names, first, plan.in_flight, times, why)
-        planned = [
-            PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.virtual_workers[0].stages
-        ]
-        return replace(decision, planned=planned).in_groups(planned_groups(plan, self.placement))
+        planned = [PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in worker.stages]
+        return replace(decision, planned=planned).in_groups(groups)
 
     def _decided(
         self,

@@ -158,7 +158,7 @@ class PlannedDevices:
         found, plan = self.workers.find_hosts(), self.own_plan
         planner, rank = self._planner(trained, precision), self.workers.rank
         placement, hosts = planner.placement, self.workers.hosts if found is None else found.hosts
-        own["before_pass"] = own["before_pass"] or planner.before_pass
+        own["before_pass"] = own["before_pass"] or (self.emulation if placement.emulated else None)
         return RunSettings(
             stages=self.stages,
             in_flight=self.in_flight,
