@@ -89,7 +89,7 @@ def run(config: DictConfig) -> float | None:
     cluster, nominal = plan_inputs.cluster_of(config, measured)
     devices = [slot.device for slot in cluster.slots]
     profile = measured.with_estimates(devices, str(config.precision))
-    problem, in_flight = plan_inputs.problem_of(config, profile, cluster, optimizer), plan_inputs.in_flight_of(config)
+    problem, in_flight = plan_inputs.problem_of(config, profile, cluster, optimizer)
     wsp, allocation = config_checks.synchronisation(config), plan_inputs.allocation_of(config, cluster)
 
     names = [layer.name for layer in profile.layers]

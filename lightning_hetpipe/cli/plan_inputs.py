@@ -271,11 +271,14 @@ def _is_given(setting: str) -> bool:
     return any(each.lstrip("+").startswith((f"{setting}=", f"{setting}.")) for each in HydraConfig.get().overrides.task)
 
 
-def problem_of(config: DictConfig, profile: Profile, cluster: Cluster, optimizer: str | float) -> PlanningProblem:
-    """Return the planning problem of one virtual worker on all devices of ``cluster``."""
+def problem_of(
+    config: DictConfig, profile: Profile, cluster: Cluster, optimizer: str | float
+) -> tuple[PlanningProblem, int | None]:
+    """Return the planning problem of one virtual worker on all devices of ``cluster``, and Nm, or None to choose it."""
     # An experiment's stages are for runs without a plan.
     stages = of_strategy(config, "stages") if _is_given("strategy.stages") else "auto"
-    return PlanningProblem(
+    in_flight = of_strategy(config, "in_flight")
+    problem = PlanningProblem(
         profile,
         cluster,
         optimizer=optimizer,
@@ -286,9 +289,4 @@ def problem_of(config: DictConfig, profile: Profile, cluster: Cluster, optimizer
         every=OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
         spread=not of_strategy(config, "compile"),
     )
-
-
-def in_flight_of(config: DictConfig) -> int | None:
-    """Return Nm, or None to choose it."""
-    in_flight = of_strategy(config, "in_flight")
-    return None if in_flight == "auto" else in_flight
+    return problem, None if in_flight == "auto" else in_flight
