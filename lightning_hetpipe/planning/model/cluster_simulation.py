@@ -182,14 +182,12 @@ class _Network:
         return [*found.items()]
 
 
+@dataclass(eq=False, slots=True)
 class _Transfer:
     """Transfer over several links at once. ``done`` is called when the last of ``left`` links has moved its bytes."""
 
-    __slots__ = ("done", "left")
-
-    def __init__(self, left: int, done: Done) -> None:
-        self.left = left
-        self.done = done
+    left: int
+    done: Done
 
 
 class _Worker:

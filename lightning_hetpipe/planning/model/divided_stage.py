@@ -17,7 +17,7 @@ gradients of a run's input, of its part of the weights, and of what the run's la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -70,7 +70,7 @@ def group_times(
     """
     own = [profile.times_on(slot.device) for slot in slots]
     times, counts = list(own[0]), dict[int, tuple[int, ...]]()
-    for layers in _divisible_runs(profile) if len(slots) > 1 else ():
+    for layers in _runs(profile) if len(slots) > 1 else ():
         run = _DividedRun(profile, cluster, slots, own, layers)
         found = _fastest(run, most) if shares is None else apportioned(run.units, shares)
         if found is not None:
@@ -112,7 +112,7 @@ def _fastest(run: _DividedRun, most: Sequence[float] | None) -> tuple[int, ...] 
     return found if found is not None and found[0] != units and run.longest(found) < run.whole else None
 
 
-def _divisible_runs(profile: Profile) -> list[list[int]]:
+def _runs(profile: Profile) -> list[list[int]]:
     """List the layers of each run that can be divided, in order."""
     runs = layers_of_runs(profile.widths, profile.widths)
     begun = [layers for layers in runs if any(profile.widths[layer].units for layer in layers)]
@@ -245,11 +245,15 @@ class DividedStage:
         parts = [max(those[member] / sum(those) for those in counts.values()) for member in range(len(slots))]
         held = min(1, stage.held) if recompute else stage.held
         copies = stage.memory.versions / stage.memory.weights if stage.memory.weights else 0.0
-        runs = _runs(profile, counts)
-        first = held * sum(run.output for run in runs) + copies * sum(run.rows for run in runs)
-        first += max(run.longest for run in runs)
-        whole = [stage.memory.total, *[_whole(runs, held)] * (len(slots) - 1)]
-        apart = [first, *[_apart(runs, held, copies)] * (len(slots) - 1)]
+        runs = [_RunBytes.of(profile, layers) for layers in layers_of_runs(profile.widths, counts)]
+        longest = max(run.longest for run in runs)
+        # Another device than the first has inputs and sums whole, and the largest gradient. Of the rest it has a part.
+        came = [run.inputs + run.added for run in runs]
+        whole = [stage.memory.total, *[held * sum(came) + max(came)] * (len(slots) - 1)]
+        first = held * sum(run.output for run in runs) + copies * sum(run.rows for run in runs) + longest
+        weights = [run.weights for run in runs]
+        other = held * sum(run.inner for run in runs) + copies * sum(weights) + max(weights) + longest
+        apart = [first, *[other] * (len(slots) - 1)]
         own = zip(whole, apart, parts, strict=True)
         taken = [round(have + each * part) if part or not n else 0 for n, (have, each, part) in enumerate(own)]
         limits = [slot.device.memory for slot in slots]
@@ -311,19 +315,3 @@ class _RunBytes:
             rows=sum(layer.parameters * each for layer, each in zip(own, sums, strict=True)),
             longest=max(layer.kept for layer in own),
         )
-
-
-def _runs(profile: Profile, layers: Iterable[int]) -> list[_RunBytes]:
-    return [_RunBytes.of(profile, own) for own in layers_of_runs(profile.widths, layers)]
-
-
-def _whole(runs: Sequence[_RunBytes], held: int) -> int:
-    """Bytes of a device beside the first one that do not depend on its part: inputs, sums, and the largest
-    gradient."""
-    return held * sum(run.inputs + run.added for run in runs) + max(run.inputs + run.added for run in runs)
-
-
-def _apart(runs: Sequence[_RunBytes], held: int, copies: float) -> float:
-    """Bytes of which a device beside the first one has its part."""
-    kept = held * sum(run.inner for run in runs) + copies * sum(run.weights for run in runs)
-    return kept + max(run.weights for run in runs) + max(run.longest for run in runs)
