@@ -395,7 +395,14 @@ def _estimate(problem: PlanningProblem, slots: Sequence[DeviceSlot], first: Sequ
 
 
 def _planned(found: Estimate) -> list[PlannedMemory]:
-    return [
-        PlannedMemory(stage.memory.total, stage.limit, room)
-        for stage, room in zip(found.stages, found.allowances, strict=True)
-    ]
+    """Return the memory of each stage, with the bytes that its activations and waiting gradients may take, if limited.
+
+    They are the bytes of the plan plus an equal part of what all stages on the device leave free.
+    """
+    planned = []
+    for stage in found.stages:
+        there, room = [each.memory.total for each in found.stages if each.slot == stage.slot], None
+        if stage.limit is not None:
+            room = stage.memory.moving + (stage.limit - sum(there)) // len(there)
+        planned.append(PlannedMemory(stage.memory.total, stage.limit, room))
+    return planned

@@ -136,20 +136,6 @@ class Estimate:
             lines.append(f"more memory: {' and '.join(each)}")
         return lines
 
-    @property
-    def allowances(self) -> list[int | None]:
-        """For each stage, bytes that its activations and waiting gradients may take, or None if memory is no limit.
-
-        They are the bytes of the plan plus an equal part of what all stages on the device leave free.
-        """
-        own = [[each for each in self.stages if each.slot == stage.slot] for stage in self.stages]
-        return [
-            None
-            if stage.limit is None
-            else stage.memory.moving + (stage.limit - sum(each.memory.total for each in those)) // len(those)
-            for stage, those in zip(self.stages, own, strict=True)
-        ]
-
 
 def lacking(stages: Iterable[StageEstimate]) -> dict[DeviceSlot, int]:
     """Return the bytes that each device lacks for ``stages``, which may share devices. Omit devices with room."""
