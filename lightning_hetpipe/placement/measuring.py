@@ -245,17 +245,16 @@ TOLERATED = 0.1
 """Fraction of an emulated stage's passes that may take too long before a warning."""
 
 
-def slowed(profile: Profile, cluster: Cluster, cores: int | None = None) -> tuple[Profile, float]:
+def slowed(profile: Profile, cluster: Cluster) -> tuple[Profile, float]:
     """Return the profile that emulated devices follow, and the factor by which its times are longer than ``profile``.
 
     Measured seconds of an emulated device, or seconds derived from them, are kept. If only this machine's CPU was
     measured, only ratios are known: the fastest device then takes at least :data:`LEAST` times as long as the CPU. It
-    takes longer if all devices together need more than the CPU's ``cores`` (by default counted).
+    takes longer if all devices together need more than the CPU's cores.
     """
     if not _knows_ratios_only(profile):
         return profile, 1.0
-    if cores is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     speeds = relative_speeds(profile, cluster)
     factor = max(LEAST * max(speeds), sum(speeds) / (SHARE * cores))
     times = {name: [each.divided(1 / factor) for each in own] for name, own in profile.times.items()}
