@@ -16,8 +16,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.staleness_training import Recipe, convolutions
 from lightning_hetpipe.demo import GPT, ResNet
-from lightning_hetpipe.demo.digits import load, split
-from lightning_hetpipe.demo.source_text import read_source, windows
+from lightning_hetpipe.demo.data import load_images, read_source, split_by_class, windows
 
 CONTEXT = 32
 """Bytes of a text."""
@@ -98,7 +97,7 @@ def validation_loss(net: nn.Module, data: TensorDataset) -> float:
 @cache
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Images of handwritten digits: the training and the validation part of `hetpipe-train`."""
-    train, validation, _ = split(*load(), val_share=0.15, test_share=0.2, seed=0)
+    train, validation, _ = split_by_class(*load_images(), val_share=0.15, test_share=0.2, seed=0)
     return train, validation
 
 

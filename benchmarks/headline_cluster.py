@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.headline_task import BATCH, batch, network
 from lightning_hetpipe.emulation import Pad
-from lightning_hetpipe.placement.emulated_speeds import pads
+from lightning_hetpipe.placement.measuring import pads
 from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetpipe.demo import ResNet
-from lightning_hetpipe.demo.digits import load, split
+from lightning_hetpipe.demo.data import load_images, split_by_class
 
 BATCH = 4
 """Samples of a minibatch of a virtual worker, and of a rank of DDP."""
@@ -40,7 +40,7 @@ def network(seed: int) -> nn.Sequential:
 @cache
 def held_out() -> tuple[Tensor, Tensor]:
     """The images that are tested on: the validation and the test part of `hetpipe-train`, each twice, disturbed too."""
-    _, validation, test = split(*load(), val_share=0.15, test_share=0.2, seed=0)
+    _, validation, test = split_by_class(*load_images(), val_share=0.15, test_share=0.2, seed=0)
     images, labels = zip(validation.tensors, test.tensors, strict=True)
     twice = torch.cat(images + images)
     return disturbed(twice, torch.Generator().manual_seed(1 << 20)), torch.cat(labels + labels)
@@ -49,7 +49,7 @@ def held_out() -> tuple[Tensor, Tensor]:
 @cache
 def epoch(seed: int) -> tuple[Tensor, Tensor]:
     """The images of an epoch, in the order in which they are taken, and their labels."""
-    train, _, _ = split(*load(), val_share=0.15, test_share=0.2, seed=0)
+    train, _, _ = split_by_class(*load_images(), val_share=0.15, test_share=0.2, seed=0)
     generator = torch.Generator().manual_seed(seed)
     images, labels = train.tensors
     order = torch.cat([torch.randperm(len(images), generator=generator) for _ in range(REPEATS)])

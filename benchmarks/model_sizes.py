@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness import ROOT, table
 from benchmarks.results import README, as_table, replace_block
-from lightning_hetpipe.demo.gpt import GPT
+from lightning_hetpipe.demo.models import GPT
 from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import Profile

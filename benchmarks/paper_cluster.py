@@ -24,7 +24,7 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
+from lightning_hetpipe.rules.waves import PLACEMENTS
 
 NAME = "paper_cluster"
 CLUSTER = ROOT / "conf" / "cluster" / "paper.yaml"

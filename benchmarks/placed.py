@@ -16,7 +16,7 @@ from benchmarks.paper_models import BATCH, CLASSES, SIZE, profile
 from benchmarks.placed_worker import NODES, Task
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
-from lightning_hetpipe.planning.allocation.placed import PlacedPlans, allocate, heads
+from lightning_hetpipe.planning.allocation.placed import PlacedPlans, heads
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.search.problem import PlanningProblem
@@ -111,7 +111,7 @@ def planned(model: str) -> Mapping[str, Allocation]:
     (head,) = (each for each in heads(own) if (each.first, len(each.grouping)) == (first, NODES))
     return {
         NP: own.allocate("np", GROUPINGS["np"](cluster, own.speed), shares=False),
-        PLACED: allocate(own, head, PlacedPlans(own, first), shares=False),
+        PLACED: own.allocate(PLACED, head.grouping, shares=False, placement="local", plans=PlacedPlans(own, first)),
     }
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.demo.digits import CLASSES, load, split
+from lightning_hetpipe.demo.data import CLASSES, load_images, split_by_class
 from lightning_hetpipe.pipeline.weight_stash import NO_MOVES, Moves
 from lightning_hetpipe.rules.versions import POLICIES, Reading, Versions
 from lightning_hetpipe.run.around_step import AroundStep, Correction, RateCorrection, around_step
@@ -125,7 +125,7 @@ class Net(L.LightningModule):
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """The training and the test images of `hetpipe-train`."""
-    train, _, test = split(*load(), val_share=0.15, test_share=0.2, seed=0)
+    train, _, test = split_by_class(*load_images(), val_share=0.15, test_share=0.2, seed=0)
     return train, test
 
 

@@ -84,7 +84,7 @@ def texts(task: Task, samples: int, generator: Generator) -> Pair:
 
 def word_gpt(task: Task) -> nn.Sequential:
     """A GPT of any vocabulary without dropout; its embedding and its head are not tied."""
-    from lightning_hetpipe.demo.gpt import Block
+    from lightning_hetpipe.demo.models import Block
 
     blocks = [Block(task.width, max(4, task.width // 64), 0.0) for _ in range(task.layers)]
     head = nn.Linear(task.width, task.words, bias=False)

@@ -8,7 +8,7 @@ takes a text that describes allowed values if the types are not enough. :class:`
 
 Records are dataclasses and named tuples. They are read from mappings: of a program (:func:`take`), of a configuration,
 and of JSON files (``planning/plan/json_file.py``). Relations between values are not declared: settings have them in
-``strategy/relations.py``, and plans in ``planning/plan/faults.py``.
+``strategy/relations.py``, and plans in ``planning/plan/``.
 """
 
 from __future__ import annotations

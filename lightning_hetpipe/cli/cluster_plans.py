@@ -19,8 +19,8 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.table import aligned
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.reporting.plots import draw_cluster
-from lightning_hetpipe.rules.parameter_placement import CANDIDATES
 from lightning_hetpipe.rules.versions import WeightPolicy
+from lightning_hetpipe.rules.waves import CANDIDATES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,21 +15,9 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
-from lightning_hetpipe.cli import config_checks
+from lightning_hetpipe.cli import config_checks, plan_inputs
 from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.plan_inputs import (
-    PROGRAM,
-    allocation_of,
-    check,
-    check_types,
-    cluster_of,
-    in_flight_of,
-    joins,
-    of_strategy,
-    problem_of,
-    profile_of,
-)
 from lightning_hetpipe.cli.start_up import FAILED
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
@@ -59,7 +47,7 @@ _unfit: list[Estimate] = []
 def main() -> None:
     """Run the console script, with the exit codes of :mod:`~lightning_hetpipe.cli.entry`. 1 if no plan fits."""
     _unfit.clear()
-    enter(_application, PROGRAM)
+    enter(_application, plan_inputs.PROGRAM)
     if _unfit:
         sys.exit(FAILED)
 
@@ -68,14 +56,14 @@ def main() -> None:
 def _application(config: DictConfig) -> float | None:
     """Run one job of Hydra's. Return what :func:`run` returns, which sweepers may optimise."""
     if config.get("measure") is not None:
-        job(measure, config, PROGRAM)
+        job(measure, config, plan_inputs.PROGRAM)
         return None
-    return job(run, config, PROGRAM)
+    return job(run, config, plan_inputs.PROGRAM)
 
 
 def measure(config: DictConfig) -> None:
     """Measure the links of this machine. Raise SettingError for a setting that only a plan needs."""
-    check_types(config)
+    plan_inputs.check_types(config)
     for setting in ("profile", "devices", "cluster"):
         if config.get(setting) is not None:
             given = f"{setting}={config[setting]}" if setting != "cluster" else "a cluster"
@@ -96,13 +84,13 @@ def run(config: DictConfig) -> float | None:
     Raises:
         SettingError: if a setting is unknown, missing or of the wrong kind.
     """
-    check(config)
-    measured, optimizer, policies = profile_of(config)
-    cluster, nominal = cluster_of(config, measured)
+    plan_inputs.check(config)
+    measured, optimizer, policies = plan_inputs.profile_of(config)
+    cluster, nominal = plan_inputs.cluster_of(config, measured)
     devices = [slot.device for slot in cluster.slots]
     profile = measured.with_estimates(devices, str(config.precision))
-    problem, in_flight = problem_of(config, profile, cluster, optimizer), in_flight_of(config)
-    wsp, allocation = config_checks.synchronisation(config), allocation_of(config, cluster)
+    problem, in_flight = plan_inputs.problem_of(config, profile, cluster, optimizer)
+    wsp, allocation = config_checks.synchronisation(config), plan_inputs.allocation_of(config, cluster)
 
     names = [layer.name for layer in profile.layers]
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
@@ -113,7 +101,7 @@ def run(config: DictConfig) -> float | None:
         plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal=nominal)
         lines, rate, figure = remarks(found, cluster), found.chosen.rate, partial(found.draw, plan, cluster)
     else:
-        search = plan_with_groups if joins(config) else best_plan
+        search = plan_with_groups if config.split else best_plan
 
         @cache
         def plan_for(policy: WeightPolicy) -> Estimate:
@@ -129,15 +117,17 @@ def run(config: DictConfig) -> float | None:
             choice, profile.model, names, cluster, guessed, clock_distance=wsp.clock_distance, nominal=nominal
         )
         lines, rate, figure = _remarks(choice, problem), choice.rate, partial(_drawn, choice)
-        if joins(config) and not profile.widths:
+        if config.split and not profile.widths:
             why = "the profile has no times of parts of layers; measure it with split=true"
             lines.append(f"- no devices are joined, as {why}")
         if len(devices) > 1 and in_flight != 1:  # else all policies are the same
-            several = compared_policies([*policies, *planned_policies(optimizer)])
+            # Show the policies for this optimizer, and the policies for any optimizer.
+            own = [*policies, *planned_policies(optimizer)]
+            several = [each for each in POLICIES.values() if each in own or not each.predicts or each.keeps_change]
             others = partial(side_by_side, several, plan_for, in_flight, problem.every)
 
     lines += _estimates(profile)
-    if of_strategy(config, "compile"):
+    if plan_inputs.of_strategy(config, "compile"):
         lines.append("- strategy.compile is not in these times: layers are measured without compilation")
     print(plan, *lines, sep="\n", flush=True)
     print(*others(), "", sep="\n")  # after the plan, because this may take several times as long
@@ -206,11 +196,6 @@ def _drawn(choice: Estimate) -> Figure:
 
 
 _HEADER = ["weights", "in flight", "minibatches per second", "memory of all stages", "steps stale"]
-
-
-def compared_policies(chosen: Sequence[WeightPolicy]) -> list[WeightPolicy]:
-    """Return the policies ``chosen`` for an optimizer and the policies for any optimizer, in the order of the docs."""
-    return [each for each in POLICIES.values() if each in chosen or not each.predicts or each.keeps_change]
 
 
 def side_by_side(

@@ -104,7 +104,7 @@ def check(config: DictConfig) -> None:
             " strategy.allocation=np, ed, hd, placed or auto, or strategy.virtual_workers=1 for one over all devices."
         )
     config_checks.synchronisation(config)
-    if joins(config) and config.ordered:
+    if config.split and config.ordered:
         name = "strategy.split" if OmegaConf.is_interpolation(config, "split") else "split"
         raise SettingError(
             f"ordered=true gives each stage one device, and {name}={written(config.split)} joins devices; leave one of"
@@ -158,7 +158,7 @@ def _measured(config: DictConfig) -> Profiled:
         config.trainer.pop("callbacks", None)
         config.trainer.update(_SILENT)
         config.trainer.pop("strategy", None)
-    strategy = profiling_strategy.ProfilingStrategy(ProfileCache(), on_terminal, widths=joins(config), **kept)
+    strategy = profiling_strategy.ProfilingStrategy(ProfileCache(), on_terminal, widths=bool(config.split), **kept)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
     trainer = built(config, "trainer", L.Trainer, strategy=strategy, callbacks=callbacks)
@@ -239,7 +239,7 @@ def allocation_of(config: DictConfig, cluster: Cluster) -> str | None:
             f"strategy.wsp.shares={[*shares]} is what a plan of several virtual workers decides; give equal, or auto,"
             " or strategy.virtual_workers=1 for a plan of one."
         )
-    if joins(config):
+    if config.split:
         raise SettingError(
             f"split={written(config.split)} joins devices of one virtual worker, and this plan is for several; set"
             " strategy.virtual_workers=1, or leave split out"
@@ -266,21 +266,19 @@ def of_strategy(config: DictConfig, key: str) -> Any:
     return OmegaConf.select(config, f"strategy.{key}", default=declared(HetPipeArguments).parameters[key].default)
 
 
-def joins(config: DictConfig) -> bool:
-    """Return whether a plan may join devices into groups that divide layers."""
-    return bool(config.split)
-
-
 def _is_given(setting: str) -> bool:
     """Return whether the command line gives ``setting``. Values of an experiment do not count."""
     return any(each.lstrip("+").startswith((f"{setting}=", f"{setting}.")) for each in HydraConfig.get().overrides.task)
 
 
-def problem_of(config: DictConfig, profile: Profile, cluster: Cluster, optimizer: str | float) -> PlanningProblem:
-    """Return the planning problem of one virtual worker on all devices of ``cluster``."""
+def problem_of(
+    config: DictConfig, profile: Profile, cluster: Cluster, optimizer: str | float
+) -> tuple[PlanningProblem, int | None]:
+    """Return the planning problem of one virtual worker on all devices of ``cluster``, and Nm, or None to choose it."""
     # An experiment's stages are for runs without a plan.
     stages = of_strategy(config, "stages") if _is_given("strategy.stages") else "auto"
-    return PlanningProblem(
+    in_flight = of_strategy(config, "in_flight")
+    problem = PlanningProblem(
         profile,
         cluster,
         optimizer=optimizer,
@@ -291,9 +289,4 @@ def problem_of(config: DictConfig, profile: Profile, cluster: Cluster, optimizer
         every=OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
         spread=not of_strategy(config, "compile"),
     )
-
-
-def in_flight_of(config: DictConfig) -> int | None:
-    """Return Nm, or None to choose it."""
-    in_flight = of_strategy(config, "in_flight")
-    return None if in_flight == "auto" else in_flight
+    return problem, None if in_flight == "auto" else in_flight

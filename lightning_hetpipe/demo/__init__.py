@@ -1,8 +1,6 @@
 """The demo's models and data, so that an installed package can run them: handwritten digits and a small GPT."""
 
-from lightning_hetpipe.demo.digits import Digits
-from lightning_hetpipe.demo.gpt import GPT
-from lightning_hetpipe.demo.resnet import ResNet
-from lightning_hetpipe.demo.source_text import SourceText
+from lightning_hetpipe.demo.data import Digits, SourceText
+from lightning_hetpipe.demo.models import GPT, ResNet
 
 __all__ = ["GPT", "Digits", "ResNet", "SourceText"]

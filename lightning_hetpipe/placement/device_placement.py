@@ -14,7 +14,7 @@ from lightning_hetpipe.planning.model.catalogue import canonical, fragmented
 from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY, NO_LINK, PCIE, Cluster, Device, DeviceSlot, Node
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.search.spread_plan import roomiest
+from lightning_hetpipe.planning.search.split_points import roomiest
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,7 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import less
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.placement.decision import Decision
-from lightning_hetpipe.placement.optimizer_states import follow_parameters, leave_before_parameters
-from lightning_hetpipe.placement.spread import move_apart
+from lightning_hetpipe.placement.spread import follow_parameters, leave_before_parameters, move_apart
 from lightning_hetpipe.reporting.report import Meter, RunReport, StageReport
 
 T = TypeVar("T")

@@ -1,11 +1,15 @@
-"""Profile of the layers that a watched step has shown, measured once on each type of device and cached on disk."""
+"""Profile of the layers that a watched step has shown, measured once on each type of device and cached on disk.
+
+Emulated devices are not here: stages on a CPU take so long that they compare like these devices (:func:`slowed`).
+"""
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +18,12 @@ import torch
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.capture.measured_widths import measured_widths
 from lightning_hetpipe.capture.profiling import METHOD, ROUNDS, ProfilingInput, code_of
+from lightning_hetpipe.emulation import Pad
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.catalogue import known, speed_by
+from lightning_hetpipe.planning.model.cluster import Cluster, Device
+from lightning_hetpipe.planning.model.estimate import StageEstimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import COPIES, OPTIMIZERS, WEIGHT_DECAY
 from lightning_hetpipe.planning.plan.profile_file import Conditions, ProfileCache
@@ -101,8 +108,10 @@ def layer_seconds(profiling: ProfilingInput, device: torch.device | None, bar: B
         return profiling.seconds(device, tick=tick)
 
 
-def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
+def optimizer_name(optimizer: torch.optim.Optimizer | None) -> str | None:
     """Return the name of ``optimizer`` in the memory model, or None if it is unknown there."""
+    if optimizer is None:
+        return None
     name, options = type(optimizer).__name__.lower(), optimizer.defaults
     copies = name in COPIES
     if name in ("sgd", "rmsprop") and options.get("momentum"):
@@ -117,7 +126,7 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
     return f"{name}{WEIGHT_DECAY}" if copies and decays else name
 
 
-def known_optimizer(optimizer: torch.optim.Optimizer) -> str:
+def known_optimizer(optimizer: torch.optim.Optimizer | None) -> str:
     """Return the name of ``optimizer`` in the memory model, or of the optimizer that is assumed for it."""
     return optimizer_name(optimizer) or UNKNOWN_OPTIMIZER
 
@@ -224,3 +233,64 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
             torch.accelerator.synchronize(device)
         found.append(time.perf_counter() - began)
     return min(found[1:])
+
+
+SHARE = 1 / 3
+"""Fraction of the CPU's cores on which stages may compute at once. Lightning's loop and the system need the rest."""
+
+LEAST = 2.0
+"""Time of the fastest device relative to its layers' time on the CPU: a stage does more than compute layers."""
+
+TOLERATED = 0.1
+"""Fraction of an emulated stage's passes that may take too long before a warning."""
+
+
+def slowed(profile: Profile, cluster: Cluster) -> tuple[Profile, float]:
+    """Return the profile that emulated devices follow, and the factor by which its times are longer than ``profile``.
+
+    Measured seconds of an emulated device, or seconds derived from them, are kept. If only this machine's CPU was
+    measured, only ratios are known: the fastest device then takes at least :data:`LEAST` times as long as the CPU. It
+    takes longer if all devices together need more than the CPU's cores.
+    """
+    if not _knows_ratios_only(profile):
+        return profile, 1.0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    speeds = relative_speeds(profile, cluster)
+    factor = max(LEAST * max(speeds), sum(speeds) / (SHARE * cores))
+    times = {name: [each.divided(1 / factor) for each in own] for name, own in profile.times.items()}
+    return replace(profile, times=times), factor
+
+
+def _knows_ratios_only(profile: Profile) -> bool:
+    """Return True if only this machine's CPU was measured."""
+    return set(profile.times) - set(profile.estimated) == {"cpu"}
+
+
+def relative_speeds(profile: Profile, cluster: Cluster) -> list[float]:
+    """Return the speed of each device on the whole model, relative to the CPU."""
+    cpu = sum(each.forward + each.backward for each in profile.times["cpu"])
+    whole = [sum(each.forward + each.backward for each in profile.times_on(slot.device)) for slot in cluster.slots]
+    return [cpu / each if each else 1.0 for each in whole]
+
+
+def pads(stages: Sequence[StageEstimate]) -> list[Pad]:
+    """Return the time of each stage: its layers on its device, and transfers to it over the links."""
+    return [Pad(s.times.forward + s.times.receive, s.times.backward + s.times.receive_gradient) for s in stages]
+
+
+def described(profile: Profile, cluster: Cluster, factor: float) -> str:
+    """Describe in one line the emulated devices and their speeds."""
+    if not _knows_ratios_only(profile):
+        names = ", ".join(dict.fromkeys(slot.device.name for slot in cluster.slots))
+        return f"{names} are emulated on this CPU: each stage takes the seconds of its device's profile"
+    kinds = [_kind(slot.device) for slot in cluster.slots]
+    speeds = dict(zip(kinds, relative_speeds(profile, cluster), strict=True))
+    each = ", ".join(f"{name} {factor / speed:.2g}" for name, speed in speeds.items())
+    return (
+        f"the devices are emulated on this CPU, and take as many times as long as it does: {each}; only their ratios"
+        " mean something, and links, which are not slowed down, look faster next to them than they are"
+    )
+
+
+def _kind(device: Device) -> str:
+    return device.name if device.speed == 1.0 else f"{device.name} of speed {device.speed:g}"

@@ -8,8 +8,7 @@ measured times decide only the split points.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -18,21 +17,18 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.memory import PlannedMemory
-from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.placement import emulated_speeds
-from lightning_hetpipe.placement.decision import Decision
+from lightning_hetpipe.placement import measuring
+from lightning_hetpipe.placement.decision import (
+    Decision,
+    as_planned,
+    chosen_groups,
+    parts_of,
+    planned_groups,
+    shared_groups,
+)
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place, stage_count
-from lightning_hetpipe.placement.measuring import (
-    UNKNOWN_OPTIMIZER,
-    kept,
-    known_optimizer,
-    layer_seconds,
-    optimizer_name,
-    profiled,
-)
-from lightning_hetpipe.placement.progress import Bar, hidden
-from lightning_hetpipe.placement.split_groups import as_planned, chosen_groups, parts_of, planned_groups, shared_groups
+from lightning_hetpipe.placement.progress import Bar
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, lacking
@@ -44,7 +40,7 @@ from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups, plan_with_shares
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
+from lightning_hetpipe.planning.search.split_points import split_points_in_order, stage_times
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 
@@ -61,35 +57,30 @@ class Planner:
         every: Minibatches of an optimizer step.
         spread: Whether ``in_flight=1`` asks for a spread run, unless forwards of several stages are recomputed.
         copies: Additional copies of its weights on each device, for the synchronisation of virtual workers.
-        must_fit: Whether another weight policy is tried if this one does not fit.
         split: Shares of the devices of each stage that has several, or "auto" to let the search join devices.
+        must_fit: Whether another weight policy is tried if this one does not fit.
     """
 
     placement: DevicePlacement
     model: str
     precision: str
-    stages: int | Literal["auto"] = "auto"
-    in_flight: int | Literal["auto"] = "auto"
-    recompute: bool = False
-    plan: Plan | None = None
-    plan_name: str = ""
-    emulation: Emulation = field(default_factory=partial(Emulation, ()))
-    cache: ProfileCache | None = None
-    bar: Bar = hidden
-    even: bool = False
-    choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]] = partition
-    reported: bool = False
-    every: int = 1
-    spread: bool = False
-    copies: float = 0.0
+    stages: int | Literal["auto"]
+    in_flight: int | Literal["auto"]
+    recompute: bool
+    plan: Plan | None
+    plan_name: str
+    emulation: Emulation
+    cache: ProfileCache | None
+    bar: Bar
+    even: bool
+    choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]]
+    reported: bool
+    every: int
+    spread: bool
+    copies: float
+    split: Mapping[int, Sequence[float]] | Literal["auto"]
     weights: WeightPolicy = STASH
     must_fit: bool = False
-    split: Mapping[int, Sequence[float]] | Literal["auto"] = field(default_factory=dict)
-
-    @property
-    def before_pass(self) -> BeforePass | None:
-        """Padding of emulated stages, or None if the devices are here."""
-        return self.emulation if self.placement.emulated else None
 
     def __call__(self, profiling: ProfilingInput, policies: Sequence[WeightPolicy]) -> Decision:
         """Decide for the first of ``policies`` that fits into the devices' memory.
@@ -138,9 +129,9 @@ class Planner:
                 f"plan={self.plan_name} was made for another model than {self.model}: {differs}; plan anew, or leave"
                 " plan out"
             )
-        slots = plan.slots(0, self.placement.cluster)
+        slots, (worker,) = plan.slots(0, self.placement.cluster), plan.virtual_workers
         self._check_copies(plan)
-        first = [stage.first_layer for stage in plan.virtual_workers[0].stages]
+        first, groups = [stage.first_layer for stage in worker.stages], planned_groups(plan, self.placement)
         why = f"because plan={self.plan_name} says so"
         if self.placement.emulated:
             profile, factor = self._profile(profiling)
@@ -148,20 +139,17 @@ class Planner:
             found = _estimate(problem, slots, first, plan.in_flight)
             if lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
-            groups = planned_groups(plan, self.placement)
-            found = as_planned(found, plan.virtual_workers[0], groups, factor)
+            found = as_planned(found, worker, groups, factor)
             return self._estimated(found, profile, factor, why).in_groups(groups)
         types, kinds = self.placement.types, dict.fromkeys(slot.device.name for slot in slots)
-        seconds = {name: layer_seconds(profiling, types[name], self.bar) for name in kinds}
+        seconds = {name: measuring.layer_seconds(profiling, types[name], self.bar) for name in kinds}
         times = [
             sum(seconds[slot.device.name][start:after]) / slot.device.speed
             for slot, start, after in zip(slots, first, [*first[1:], len(names)], strict=True)
         ]
         decision = self._decided(slots, names, first, plan.in_flight, times, why)
-        planned = [
-            PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.virtual_workers[0].stages
-        ]
-        return replace(decision, planned=planned).in_groups(planned_groups(plan, self.placement))
+        planned = [PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in worker.stages]
+        return replace(decision, planned=planned).in_groups(groups)
 
     def _decided(
         self,
@@ -206,7 +194,7 @@ class Planner:
         stages = stage_count(self.stages, len(slots), len(names), _why_few(profiling))
         seconds = [0.0] * len(names)
         if stages > 1 or self.reported:
-            seconds = layer_seconds(profiling, None, self.bar)
+            seconds = measuring.layer_seconds(profiling, None, self.bar)
         first = self.choose_split_points(seconds, stages)
         times = stage_times(seconds, first)
         in_flight, why = self.in_flight, f"in_flight={self.in_flight} was asked for"
@@ -266,14 +254,14 @@ class Planner:
     def _profile(self, profiling: ProfilingInput) -> tuple[Profile, float]:
         """Profile of all devices. If they are emulated, the factor is how much they are slowed down."""
         placement = self.placement
-        profile = profiled(
+        profile = measuring.profiled(
             profiling, placement.types, self.model, self.precision, self.cache, self.bar, with_widths=bool(self.split)
         )
         devices = [slot.device for slot in placement.cluster.slots]
         if not placement.emulated:
             return profile, 1.0
         for name in dict.fromkeys(canonical(device.name) for device in devices if device.name not in profile.times):
-            if (one := kept(profiling, name, self.model, self.precision, self.cache)) is not None:
+            if (one := measuring.kept(profiling, name, self.model, self.precision, self.cache)) is not None:
                 # Kernels there may keep other bytes, but a profile has one number for all devices.
                 profile = profile.joined(replace(one, layers=profile.layers, samples=profile.samples))
         if set(profile.times) != {"cpu"} and all(device.name != "cpu" for device in devices):
@@ -281,7 +269,7 @@ class Planner:
         precision = "16" if "16" in self.precision else "32"
         # An emulation needs only ratios, and a CPU is too slow for seconds that follow from its speed.
         ratios = replace(profile, speeds={}).with_estimates(devices, precision)
-        return emulated_speeds.slowed(ratios, placement.cluster)
+        return measuring.slowed(ratios, placement.cluster)
 
     def _search(self, profile: Profile, profiling: ProfilingInput) -> Estimate:
         cluster = self.placement.cluster
@@ -314,7 +302,7 @@ class Planner:
             return plan_with_groups(problem, in_flight) if self.split == "auto" else best_plan(problem, in_flight)
 
     def _problem(self, profile: Profile, profiling: ProfilingInput, stages: int | None = None) -> PlanningProblem:
-        optimizer = UNKNOWN_OPTIMIZER if profiling.optimizer is None else known_optimizer(profiling.optimizer)
+        optimizer = measuring.known_optimizer(profiling.optimizer)
         return PlanningProblem(
             profile,
             self.placement.cluster,
@@ -353,8 +341,8 @@ class Planner:
             *most, last = [self.placement.name(slot) for slot in found.idle]
             names = f"{', '.join(most)} and {last} are" if most else f"{last} is"
             reasons.append(f"{names} not used, as no plan was found that is better with {'them' if most else 'it'}")
-        if profiling.optimizer is None or optimizer_name(profiling.optimizer) is None:
-            reasons.append(f"the optimizer's state is taken to be as large as {UNKNOWN_OPTIMIZER}'s")
+        if measuring.optimizer_name(profiling.optimizer) is None:
+            reasons.append(f"the optimizer's state is taken to be as large as {measuring.UNKNOWN_OPTIMIZER}'s")
         reasons += self.placement.cluster.assumed([stage.slot for stage in found.stages])
         return f"because {'; '.join(reasons)}"
 
@@ -364,8 +352,8 @@ class Planner:
         slots, first = [stage.slot for stage in stages], [stage.first for stage in stages]
         reasons = [why]
         if placement.emulated:
-            self.emulation.begin(emulated_speeds.pads(stages), slots)
-            reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
+            self.emulation.begin(measuring.pads(stages), slots)
+            reasons.append(measuring.described(profile, placement.cluster, factor))
         names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]
         decision = self._decided(slots, names, first, found.in_flight, times, *reasons)
         groups = chosen_groups(stages, placement)
@@ -407,7 +395,14 @@ def _estimate(problem: PlanningProblem, slots: Sequence[DeviceSlot], first: Sequ
 
 
 def _planned(found: Estimate) -> list[PlannedMemory]:
-    return [
-        PlannedMemory(stage.memory.total, stage.limit, room)
-        for stage, room in zip(found.stages, found.allowances, strict=True)
-    ]
+    """Return the memory of each stage, with the bytes that its activations and waiting gradients may take, if limited.
+
+    They are the bytes of the plan plus an equal part of what all stages on the device leave free.
+    """
+    planned = []
+    for stage in found.stages:
+        there, room = [each.memory.total for each in found.stages if each.slot == stage.slot], None
+        if stage.limit is not None:
+            room = stage.memory.moving + (stage.limit - sum(there)) // len(there)
+        planned.append(PlannedMemory(stage.memory.total, stage.limit, room))
+    return planned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,7 +77,6 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
     Raises:
         SettingError: without matplotlib, or if the timeline has nothing of these minibatches.
     """
-    made = figure_class()
     if first is None and last is None:
         first, last = _readable(timeline)
     kept = timeline.minibatches
@@ -87,8 +85,7 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
     if end <= start:
         end = start + 1e-6
     rows = timeline.rows
-    height = 0.42 * len(rows) + 2.9
-    figure: Figure = made(figsize=(14, height), dpi=110, layout="constrained")
+    figure = _figure(14, 0.42 * len(rows) + 2.9)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[0.42 * len(rows), 1.8])
     _draw_rows(above, timeline, rows, start, end)
     _draw_curves(below, timeline, start, end)
@@ -96,36 +93,15 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
     return figure
 
 
-def image(timeline: Timeline) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return :func:`draw` as pixels of shape (height, width, 3): red, green and blue from 0 to 255."""
-    figure = draw(timeline)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas: Any = FigureCanvasAgg(figure)  # it has no types
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
-def encoded(figure: Figure) -> bytes:
-    """Return ``figure`` as the bytes of a PNG file."""
-    file = BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
-
-
-def figure_class() -> type[Any]:
-    """Return matplotlib's class of figures.
-
-    Raises:
-        SettingError: without matplotlib.
-    """
+def _figure(width: float, height: float) -> Figure:
+    """Return an empty figure. Raise SettingError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SettingError(
             'drawing a picture needs matplotlib, which is not installed; pip install "lightning-hetpipe[plot]"'
         ) from error
-    return Figure
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
 def _readable(timeline: Timeline) -> tuple[int, int]:
@@ -232,7 +208,7 @@ def draw_cluster(plan: Plan, cluster: Cluster, bars: Sequence[tuple[str, Sequenc
     """
     widest = max(len(node.devices) for node in cluster.nodes)
     height = 1.4 + max(0.8 * len(cluster.nodes), 0.45 * len(bars))
-    figure: Figure = figure_class()(figsize=(6 + 1.5 * min(widest, 8), height), dpi=110, layout="constrained")
+    figure = _figure(6 + 1.5 * min(widest, 8), height)
     if bars:
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.4])
         _draw_bars(left, bars)

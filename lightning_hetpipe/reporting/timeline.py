@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from itertools import pairwise
 from operator import attrgetter
 from os import PathLike
@@ -72,12 +73,14 @@ class Timeline:
 
     def _repr_png_(self) -> bytes | None:
         """Draw a picture for notebooks. None, if nothing can be drawn, makes them show the text."""
-        from lightning_hetpipe.reporting.plots import draw, encoded  # and matplotlib, which other uses do without
+        from lightning_hetpipe.reporting.plots import draw  # and matplotlib, which other uses do without
 
+        file = BytesIO()
         try:
-            return encoded(draw(self))
+            draw(self).savefig(file, format="png")
         except SettingError:
             return None
+        return file.getvalue()
 
     @property
     def minibatches(self) -> range:

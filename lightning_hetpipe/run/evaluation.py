@@ -47,8 +47,7 @@ from lightning_hetpipe.pipeline.user.user_section import has_own_seed, own_state
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
 from lightning_hetpipe.placement.spread import Overflow
-from lightning_hetpipe.planning.search.split_points import partition_within, stage_times
-from lightning_hetpipe.planning.search.spread_plan import FULL
+from lightning_hetpipe.planning.search.split_points import FULL, partition_within, stage_times
 from lightning_hetpipe.redirect import NOT_TAKEN, ModuleCall, Redirect
 from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.run.driver import Driver, TrainerRun, default_dtype_in

@@ -25,7 +25,7 @@ from lightning_hetpipe.capture.prepared_modules import is_compiled, is_scripted
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.placement.layout import device_bytes, device_name, stage_count
 from lightning_hetpipe.placement.spread import Overflow
-from lightning_hetpipe.planning.search.spread_plan import divided
+from lightning_hetpipe.planning.search.split_points import divided
 from lightning_hetpipe.reporting.report import Meter, RunReport, StageReport
 from lightning_hetpipe.rules.schedule import BACKWARD, FORWARD
 from lightning_hetpipe.run.extensions.telemetry import Metered

@@ -16,8 +16,8 @@ from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import MOST_IN_FLIGHT, Plan
 from lightning_hetpipe.rules.channel_layouts import is_share
-from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES
+from lightning_hetpipe.rules.waves import PLACEMENTS
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.server.transport.security import Security, split
 from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds

@@ -33,8 +33,8 @@ from lightning_hetpipe.pipeline.memory import explain
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.minibatch import current
-from lightning_hetpipe.placement import emulated_speeds
-from lightning_hetpipe.placement.optimizer_states import load_state
+from lightning_hetpipe.placement.measuring import TOLERATED
+from lightning_hetpipe.placement.spread import load_state
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run import run_settings, together
 from lightning_hetpipe.run.driver import TrainerRun
@@ -311,7 +311,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
             self._undo.close()
             run.close()
             if self._workers.failure is None:
-                self._devices.emulation.check(emulated_speeds.TOLERATED)
+                self._devices.emulation.check(TOLERATED)
         finally:
             try:
                 self._workers.leave()

@@ -27,8 +27,7 @@ from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
-from lightning_hetpipe.planning.search.split_points import partition
-from lightning_hetpipe.planning.search.spread_plan import FROZEN
+from lightning_hetpipe.planning.search.split_points import FROZEN, partition
 from lightning_hetpipe.rules.versions import POLICIES, STASH
 from lightning_hetpipe.run.around_step import Correction
 from lightning_hetpipe.run.run_settings import RunSettings, StageElsewhere, trains_frozen_later
@@ -165,7 +164,7 @@ class PlannedDevices:
         found, plan = self.workers.find_hosts(), self.own_plan
         planner, rank = self._planner(trained, precision), self.workers.rank
         placement, hosts = planner.placement, self.workers.hosts if found is None else found.hosts
-        own["before_pass"] = own["before_pass"] or planner.before_pass
+        own["before_pass"] = own["before_pass"] or (self.emulation if placement.emulated else None)
         return RunSettings(
             stages=self.stages,
             in_flight=self.in_flight,

@@ -67,8 +67,7 @@ class ProfilingStrategy(HetPipeStrategy):
         measured = profiled(
             profiling, one_of_each, model, precision, self._cache, self._bar, with_speeds=True, with_widths=self._widths
         )
-        optimizer = None if profiling.optimizer is None else optimizer_name(profiling.optimizer)
-        self.found = Profiled(replace(measured, memory=memory), optimizer, policies)
+        self.found = Profiled(replace(measured, memory=memory), optimizer_name(profiling.optimizer), policies)
         raise _Studied
 
 

@@ -20,7 +20,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.operands import OperandsTogether
-from lightning_hetpipe.placement import planner
+from lightning_hetpipe.placement import measuring, planner
 from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.catalogue import FRAGMENTED
 from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY
@@ -153,7 +153,7 @@ def test_weights_are_stashed_where_a_prediction_lacks_room(
         return planned[-1]
 
     monkeypatch.setattr(planner, "_estimate", noting)
-    monkeypatch.setattr(planner, "layer_seconds", lambda *_: [1e-3] * 4)  # as measured times differ from fit to fit
+    monkeypatch.setattr(measuring, "layer_seconds", lambda *_: [1e-3] * 4)  # as measured times differ from fit to fit
     stashed = stashing(stages=4, in_flight=4, cluster=cluster(*LARGE) if declared else None)
     trainer_on(accelerator, stashed).fit(small(), loader)
     # With half a copy to spare, of the four that are stashed.

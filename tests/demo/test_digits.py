@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lightning_hetpipe.demo import Digits, ResNet
-from lightning_hetpipe.demo.digits import load
-from lightning_hetpipe.demo.resnet import one_cycle
+from lightning_hetpipe.demo.data import load_images
+from lightning_hetpipe.demo.models import one_cycle
 from lightning_hetpipe.errors import SettingError
 from tests.support.trainers import quiet_trainer
 
@@ -22,7 +22,7 @@ def parts(data: Digits) -> list[TensorDataset]:
 
 
 def test_the_images_are_real_and_their_parts_make_up_the_whole() -> None:
-    images, labels = load()
+    images, labels = load_images()
     assert images.shape == (1797, 1, 8, 8)
     assert images.dtype is torch.float32
     assert (images.min().item(), images.max().item()) == (0, 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_hetpipe.demo import GPT, SourceText
-from lightning_hetpipe.demo.source_text import read_source, windows
+from lightning_hetpipe.demo.data import read_source, windows
 from lightning_hetpipe.errors import SettingError
 from tests.support.trainers import quiet_trainer
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 
-from lightning_hetpipe.demo.resnet import ResNet
+from lightning_hetpipe.demo.models import ResNet
 from tests.evaluation.evaluating import Evaluates, evaluated, pipeline
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import assert_equal, assert_same_run, expect, fit

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetpipe import Cluster, Device, Link, Node, Plan
-from lightning_hetpipe.demo.digits import Digits
-from lightning_hetpipe.demo.gpt import GPT
-from lightning_hetpipe.demo.resnet import ResNet
-from lightning_hetpipe.demo.source_text import SourceText
+from lightning_hetpipe.demo.data import Digits, SourceText
+from lightning_hetpipe.demo.models import GPT, ResNet
 from lightning_hetpipe.emulation import Emulation, Pad
 from lightning_hetpipe.planning.allocation.allocator import Allocator
 from lightning_hetpipe.planning.allocation.groupings import equal_distribution, hybrid_distribution

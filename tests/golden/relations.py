@@ -22,9 +22,8 @@ from lightning_hetpipe.launch import launcher, parent_watch
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.pipeline.split.split_segment import check_divided
 from lightning_hetpipe.placement import device_placement
-from lightning_hetpipe.placement.decision import Decision
+from lightning_hetpipe.placement.decision import Decision, parts_of
 from lightning_hetpipe.placement.device_placement import DevicePlacement
-from lightning_hetpipe.placement.split_groups import parts_of
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 from lightning_hetpipe.rules.versions import STASH
 from lightning_hetpipe.run import run_settings

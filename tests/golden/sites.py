@@ -17,7 +17,7 @@ import pytest
 
 import lightning_hetpipe
 from lightning_hetpipe import errors
-from lightning_hetpipe.planning.plan.faults import Problem
+from lightning_hetpipe.planning.plan.planned_worker import Problem
 
 PACKAGE = Path(lightning_hetpipe.__file__).parent
 ROOTS = (errors.SettingError, errors.PipelineStalled, errors.VirtualWorkerLost, Problem)

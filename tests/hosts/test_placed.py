@@ -11,7 +11,7 @@ import torch
 
 from lightning_hetpipe import Plan
 from lightning_hetpipe.planning.allocation.allocator import Allocator
-from lightning_hetpipe.planning.allocation.placed import PlacedPlans, allocate, heads
+from lightning_hetpipe.planning.allocation.placed import PlacedPlans, heads
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.search.problem import PlanningProblem
@@ -62,12 +62,9 @@ def made(folder: Path, *, alone: bool) -> Path:
     )
     workers = 2 + alone
     (head,) = (each for each in heads(allocator) if each.first == 2 and len(each.grouping) == workers)
-    plan = Plan.of_allocation(
-        allocate(allocator, head, PlacedPlans(allocator, 2), shares=False),
-        "Task",
-        [each.name for each in layers],
-        CLUSTER,
-    )
+    plans = PlacedPlans(allocator, 2)
+    found = allocator.allocate("placed", head.grouping, shares=False, placement="local", plans=plans)
+    plan = Plan.of_allocation(found, "Task", [each.name for each in layers], CLUSTER)
     assert list(plan.problems(CLUSTER)) == []
     assert {worker.stages[-1].place for worker in plan.virtual_workers} == {"cpu:0"}
     assert plan.workers_on_nodes == {"store": workers, "attic": 0, "cellar": 0}

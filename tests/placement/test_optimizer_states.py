@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.placement.optimizer_states import follow_parameters, load_state
+from lightning_hetpipe.placement.spread import follow_parameters, load_state
 from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
 from lightning_hetpipe.torch_private.tensors import pytree
 

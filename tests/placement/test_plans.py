@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.capture.profiling import ProfilingInput
-from lightning_hetpipe.placement import device_placement, planner
+from lightning_hetpipe.placement import device_placement, measuring
 from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
@@ -68,9 +68,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Says:
             return first
 
         earlier = others or {}
-        monkeypatch.setattr(planner, "profiled", profiled)
+        monkeypatch.setattr(measuring, "profiled", profiled)
         monkeypatch.setattr(
-            planner, "kept", lambda study, name, *_: profile(study, name, earlier[name]) if name in earlier else None
+            measuring, "kept", lambda study, name, *_: profile(study, name, earlier[name]) if name in earlier else None
         )
 
     return say
@@ -112,7 +112,7 @@ def test_the_stages_of_a_plan_are_measured_on_their_own_devices(monkeypatch: pyt
     """All were on the last stage's."""
     monkeypatch.setattr(device_placement, "discovered_cluster", lambda devices: box("fast", "slow"))
     takes = {TWO[0]: 0.001, TWO[1]: 0.1}
-    monkeypatch.setattr(planner, "layer_seconds", lambda study, device, bar: [takes[device]] * len(study.layers))
+    monkeypatch.setattr(measuring, "layer_seconds", lambda study, device, bar: [takes[device]] * len(study.layers))
     plan = planned(0, 2)
     first, second = plan.virtual_workers[0].stages
     stages = (replace(first, device="slow:1"), replace(second, device="fast:0"))

@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement
 from hypothesis import given
 from hypothesis import strategies as some
 
-from lightning_hetpipe.planning.search.spread_plan import divided
+from lightning_hetpipe.planning.search.split_points import divided
 
 
 def largest(sizes: list[int], room: list[float], stages: list[int]) -> float:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.allocation.allocator import JITTER, Allocation, Allocator, worker_pipelines
-from lightning_hetpipe.planning.allocation.group_plans import GroupPlans
+from lightning_hetpipe.planning.allocation.allocator import JITTER, Allocation, Allocator, GroupPlans, worker_pipelines
 from lightning_hetpipe.planning.allocation.grouping_search import ENOUGH, best_allocation
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, Grouping
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node

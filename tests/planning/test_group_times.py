@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.model import group_times as module
+from lightning_hetpipe.planning.model import divided_stage as module
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
-from lightning_hetpipe.planning.model.group_times import balanced, group_times
+from lightning_hetpipe.planning.model.divided_stage import balanced, group_times
 from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, Width
 
 

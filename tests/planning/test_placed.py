@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.allocation import placed as placed_module
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
-from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
+from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, PLACED
 from lightning_hetpipe.planning.allocation.placed import ROUGH, Head, PlacedPlans, _rough, heads, placed
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
@@ -45,7 +44,8 @@ def found(own: Allocator, shares: bool = False) -> Allocation:
 
 
 def allocate(own: Allocator, head: Head, shares: bool = False) -> Allocation:
-    return placed_module.allocate(own, head, PlacedPlans(own, head.first), shares=shares)
+    plans = PlacedPlans(own, head.first)
+    return own.allocate(PLACED, head.grouping, shares=shares, placement="local", plans=plans)
 
 
 def plan_of(made: Allocation, given: Cluster, profile: Profile = CLASSIFIER) -> Plan:
@@ -109,8 +109,7 @@ def test_few_of_many_choices_are_simulated(monkeypatch: pytest.MonkeyPatch) -> N
     all_ = [*heads(own)]
     assert len(all_) == 5 * (2 + 1 + 1)
     best = max(allocate(own, head).rate for head in all_)
-    simulated = Mock(wraps=placed_module.allocate)
-    monkeypatch.setattr("lightning_hetpipe.planning.allocation.placed.allocate", simulated)
+    monkeypatch.setattr(own, "allocate", simulated := Mock(wraps=own.allocate))
     assert found(own).rate >= 0.99 * best
     assert simulated.call_count < len(all_) / 2
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
+from lightning_hetpipe.planning.model.divided_stage import MEMBER_CALL
 from lightning_hetpipe.planning.model.estimate import Estimate
-from lightning_hetpipe.planning.model.group_times import MEMBER_CALL
 from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import best_plan

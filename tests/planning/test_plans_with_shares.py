@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link, Node
-from lightning_hetpipe.planning.model.group_times import MEMBER_CALL
+from lightning_hetpipe.planning.model.divided_stage import MEMBER_CALL
 from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_shares
 from lightning_hetpipe.planning.search.plans import ENOUGH

@@ -15,7 +15,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import gpus
 from lightning_hetpipe.planning.model.cluster import Device, Link
 from lightning_hetpipe.planning.model.profile import SHORTEST, LayerBytes, Profile, Times
-from lightning_hetpipe.planning.plan.profile_file import as_json, load, save
+from lightning_hetpipe.planning.plan.profile_file import load, save
 from tests.planning.drawing import profiles
 from tests.planning.reference import MISSING, OPT_350M
 from tests.support.marks import explores
@@ -114,8 +114,9 @@ def test_the_reference_profile() -> None:
 
 def test_weights_of_a_file_without_frozen_ones_are_trained(tmp_path: Path) -> None:
     """As of an earlier release's; a layer has no more frozen bytes than bytes."""
-    value = as_json(Profile("m", 4, [replace(LAYERS[0], frozen=3), LAYERS[1]], {"own": TIMES}, {}))
     file = tmp_path / "p.json"
+    save(Profile("m", 4, [replace(LAYERS[0], frozen=3), LAYERS[1]], {"own": TIMES}, {}), file)
+    value = json.loads(file.read_text())
 
     def layers() -> list[int]:
         file.write_text(json.dumps(value))
@@ -131,8 +132,9 @@ def test_weights_of_a_file_without_frozen_ones_are_trained(tmp_path: Path) -> No
         layers()
 
 
-def test_our_form_has_a_version() -> None:
-    assert as_json(profile("own"))["schema_version"] == 1
+def test_our_form_has_a_version(tmp_path: Path) -> None:
+    save(profile("own"), tmp_path / "p.json")
+    assert json.loads((tmp_path / "p.json").read_text())["schema_version"] == 1
 
 
 def test_what_a_module_sends_is_sent_by_each_of_its_calls() -> None:

@@ -135,7 +135,7 @@ def test_on_given_devices_it_is_the_best_of_all_with_as_many_stages(
     slots = cluster.slots[: len(profile.layers)]
 
     def slowest(splits: Sequence[int]) -> float:
-        return max(each.total for each in times_on(profile, cluster, slots, splits, recompute).stages)
+        return max(each.total for each in times_on(profile, cluster, slots, splits, 1, recompute)[0])
 
     splits = split_points_in_order(profile, cluster, slots, recompute)
     every = all_partitions(len(profile.layers), len(slots))

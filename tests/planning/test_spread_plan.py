@@ -13,7 +13,7 @@ from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times,
 from lightning_hetpipe.planning.model.stage_memory import StageBytes, StageMemory
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.planning.search.spread_plan import spread_plan
+from lightning_hetpipe.planning.search.split_points import spread_plan
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.simulate import simulate
-from lightning_hetpipe.reporting.plots import COLOURS, draw, image
+from lightning_hetpipe.reporting.plots import COLOURS, draw
 from lightning_hetpipe.reporting.timeline import Timeline
 from tests.reporting.test_timeline import EXAMPLE, TIMES, simulated
 
@@ -62,13 +62,6 @@ def test_a_notebook_shows_a_timeline_as_a_picture() -> None:
     picture = EXAMPLE._repr_png_()
     assert picture is not None
     assert picture.startswith(b"\x89PNG")
-
-
-def test_pixels() -> None:
-    pixels = image(EXAMPLE)
-    assert pixels.ndim == 3
-    assert pixels.shape[2] == 3
-    assert pixels.std() > 0
 
 
 def test_of_a_long_run_only_what_can_be_read_is_drawn() -> None:

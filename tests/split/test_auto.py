@@ -13,7 +13,7 @@ from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node
 from lightning_hetpipe.capture.measured_widths import measured_parts
 from lightning_hetpipe.pipeline.split.joined_graph import joined_graph
 from lightning_hetpipe.pipeline.split.rewriting import divided_layers
-from lightning_hetpipe.placement import measuring, planner
+from lightning_hetpipe.placement import measuring
 from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, Width
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
@@ -90,7 +90,7 @@ def profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Profile]:
     """The profiles of fits in which one layer takes most of the time."""
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     found: list[Profile] = []
-    monkeypatch.setattr(planner, "profiled", with_longest(measuring.profiled, LONG, found.append))
+    monkeypatch.setattr(measuring, "profiled", with_longest(measuring.profiled, LONG, found.append))
     return found
 
 

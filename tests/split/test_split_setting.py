@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.placement import measuring, planner
+from lightning_hetpipe.placement import measuring
 from lightning_hetpipe.planning.plan.planned_worker import PlannedMember, PlannedSplit, PlannedStage, PlannedWorker
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
@@ -80,7 +80,7 @@ BOX = Cluster([Node("box", [Device("gpu", speed=speed) for speed in (4.0, 2.0, 1
 
 def test_shares_of_declared_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stages take them in order; split points and times follow from what each device has to do."""
-    monkeypatch.setattr(planner, "profiled", with_longest(measuring.profiled, ["net.4"]))
+    monkeypatch.setattr(measuring, "profiled", with_longest(measuring.profiled, ["net.4"]))
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     strategy = HetPipeStrategy(cluster=BOX, split={0: [2, 1]}, in_flight=2, weights="stash")
     assert strategy.stages == 1

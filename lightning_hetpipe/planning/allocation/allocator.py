@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
-from lightning_hetpipe.planning.allocation.group_plans import GroupPlans
-from lightning_hetpipe.planning.allocation.groupings import Grouping
+from lightning_hetpipe.planning.allocation.groupings import Group, Grouping
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
 from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate, lacking, times_on
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Crossing, PlacedWeights, WorkerPipeline
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.rules.parameter_placement import place
-from lightning_hetpipe.rules.waves import staleness_bound, throughput, wave_lengths
+from lightning_hetpipe.rules.waves import place_parameters, staleness_bound, throughput, wave_lengths
 
 WAVES = 9
 """Simulated waves. The first third, and waves of a clock distance, count as the start."""
@@ -44,6 +44,9 @@ MOST_UNEQUAL = 64
 
 HIDING = 6
 """Largest number by which Nm is raised above the pipelines' own need, to hide synchronisation."""
+
+Kinds: TypeAlias = tuple[tuple[Link, tuple[Device, ...]], ...]
+"""For each node of a group, the link between its devices and the devices, in an order that equal groups share."""
 
 
 @dataclass(frozen=True)
@@ -155,30 +158,81 @@ def most_stale(lengths: Sequence[int], in_flight: int, clock_distance: int) -> i
     return max(bounds, default=in_flight - 1)
 
 
+class GroupPlans:
+    """Cache of plans for groups, all with the requirements of ``problem``. Groups of equal kinds share a plan."""
+
+    def __init__(self, problem: PlanningProblem) -> None:
+        self._problem = problem
+        self._rates: dict[Kinds, float] = {}
+        self._known: dict[tuple[Kinds, int | None, bool], tuple[Estimate, Group]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def kinds(self, group: Sequence[DeviceSlot]) -> Kinds:
+        """Return the kinds of the devices of ``group``."""
+        return self._sorted(group)[0]
+
+    def rate(self, group: Sequence[DeviceSlot]) -> float:
+        """Return the minibatches per second of ``group`` by a brief search, or 0 if no plan fits."""
+        kinds, slots = self._sorted(group)
+        if kinds not in self._rates:
+            found = best_plan(replace(self._problem, slots=slots, brief=True))
+            self._rates[kinds] = found.rate if found.fits else 0.0
+        return self._rates[kinds]
+
+    def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None, *, fewer: bool = False) -> Estimate:
+        """Return the plan of ``group``. Arguments and errors are as for
+        :func:`~lightning_hetpipe.planning.search.choice.best_plan`."""
+        kinds, slots = self._sorted(group)
+        if (key := (kinds, in_flight, fewer)) not in self._known:
+            choice = self._found(slots, in_flight, fewer)
+            self._known[key] = choice, slots
+            if choice.fits and fewer:
+                self._known[kinds, choice.in_flight, False] = self._known[kinds, choice.in_flight, True] = choice, slots
+        choice, others = self._known[key]
+        mine = dict(zip(others, slots, strict=True))
+        return replace(
+            choice,
+            stages=tuple(replace(stage, slot=mine[stage.slot]) for stage in choice.stages),
+            idle=tuple(mine[slot] for slot in choice.idle),
+        )
+
+    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Estimate:
+        return best_plan(replace(self._problem, slots=slots), in_flight, fewer=fewer)
+
+    def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
+        nodes: dict[int, list[DeviceSlot]] = {}
+        for slot in sorted(group, key=lambda slot: (repr(slot.device), slot.number)):
+            nodes.setdefault(slot.node, []).append(slot)
+        kinds = {
+            node: (self._problem.cluster.nodes[node].own_link, tuple(slot.device for slot in slots))
+            for node, slots in nodes.items()
+        }
+        order = sorted(nodes, key=lambda node: (repr(kinds[node]), node))
+        return tuple(kinds[node] for node in order), tuple(slot for node in order for slot in nodes[node])
+
+
+@dataclass(eq=False)
 class Allocator:
     """Maker of allocations of the devices of a cluster.
 
-    Args:
+    Attributes:
         problem: Requirements of each virtual worker's plan, and the cluster whose links all share.
         in_flight: Nm, or None to choose it.
         wave: Smallest W, or None to choose it. A weight policy or shares may make waves longer.
         clock_distance: D.
     """
 
-    def __init__(
-        self,
-        problem: PlanningProblem,
-        *,
-        in_flight: int | None = None,
-        wave: int | None = None,
-        clock_distance: int = 0,
-    ) -> None:
-        self.problem = problem
-        self.profile, self.cluster = problem.profile, problem.cluster
-        self.plans = GroupPlans(problem)
-        self.in_flight = in_flight
-        self._wave = wave
-        self._distance = clock_distance
+    problem: PlanningProblem
+    _: KW_ONLY
+    in_flight: int | None = None
+    wave: int | None = None
+    clock_distance: int = 0
+
+    def __post_init__(self) -> None:
+        self.profile, self.cluster = self.problem.profile, self.problem.cluster
+        self.plans = GroupPlans(self.problem)
         self._speeds: dict[Device, float] = {}
 
     def speed(self, slot: DeviceSlot) -> float:
@@ -195,7 +249,7 @@ class Allocator:
 
         Args:
             shares: Whether faster virtual workers get longer waves, and so larger shares of the data.
-            placement: As for :func:`~lightning_hetpipe.rules.parameter_placement.place`.
+            placement: As for :func:`~lightning_hetpipe.rules.waves.place_parameters`.
             plans: Plans of the groups, by default :attr:`plans`.
 
         Raises:
@@ -205,7 +259,7 @@ class Allocator:
         in_flight = self._least(grouping, plans)
         if in_flight is None:
             choices = [plans.plan(group, 1 if self.in_flight is None else self.in_flight) for group in grouping]
-            lengths, where = (1,) * len(choices), (placement, (), self._distance)
+            lengths, where = (1,) * len(choices), (placement, (), self.clock_distance)
             return Allocation(name, grouping, tuple(choices), lengths, *where, simulation=None)
         found: list[Allocation] = []
         for more in range(HIDING + 1):
@@ -244,7 +298,7 @@ class Allocator:
     def waves(self, rates: Sequence[float], in_flight: int, shares: bool) -> tuple[int, ...]:
         """Return W_v for virtual workers with ``rates``. With ``shares``, waves are whole optimizer steps."""
         unit = self.problem.every if self.problem.weights.by_window or shares else 1
-        least = -(-max(in_flight, self._wave or 0) // unit)
+        least = -(-max(in_flight, self.wave or 0) // unit)
         bounded = [min(rate, MOST_UNEQUAL * min(rates)) for rate in rates]
         lengths = wave_lengths(bounded, least) if shares else (least,) * len(rates)
         return tuple(unit * length for length in lengths)
@@ -259,14 +313,14 @@ class Allocator:
         run = simulate_cluster(
             pipelines,
             in_flight,
-            WAVES + 3 * min(self._distance, MOST_DISTANCE) // 2,
+            WAVES + 3 * min(self.clock_distance, MOST_DISTANCE) // 2,
             cluster=self.cluster,
             servers=servers,
-            clock_distance=self._distance,
+            clock_distance=self.clock_distance,
             jitter=JITTER if len(choices) > 1 else 0.0,
             versions=choices[0].versions,
         )
-        where = (placement, tuple(servers), self._distance)
+        where = (placement, tuple(servers), self.clock_distance)
         return Allocation(name, grouping, tuple(choices), lengths, *where, run)
 
 
@@ -308,7 +362,7 @@ def _placed(
     homes = [_nodes(worker) for worker in workers]
     sizes = [*(layer.parameters for layer in profile.layers), profile.user.trained]
     beside = [servers.index(node) for node in homes[0]]
-    placed = place(sizes, len(servers), placement, beside)
+    placed = place_parameters(sizes, len(servers), placement, beside)
     server = {index: number for number, indices in enumerate(placed) for index in indices}
     found = []
     for nodes in homes:
@@ -336,8 +390,8 @@ def _pipeline(
     slots, splits = [stage.slot for stage in worker.stages], [stage.first for stage in worker.stages]
     # The simulation itself computes how long bytes take over the network, but adds no latency.
     latency = Cluster(cluster.nodes, Link(math.inf, cluster.between.latency))
-    times = times_on(profile, latency, slots, splits, worker.recompute)
-    firsts = [part.first for part in times.visits.segments] if times.visits else splits
+    _, pipeline = times_on(profile, latency, slots, splits, wave, worker.recompute)
+    firsts = [part.first for part in pipeline.visits.segments] if pipeline.visits else splits
     forwards, gradients = {}, {}
     leader, first = slots[-1].node, slots[0].node
     given = sum(layer.given for layer in profile.layers[: (*splits, len(profile.layers))[1]])
@@ -350,13 +404,4 @@ def _pipeline(
             forwards[segment] = Crossing(nbytes / profile.called(splits[index]), source, target)
             gradients[segment - 1] = Crossing(nbytes / profile.called(splits[index] - 1), target, source)
     devices = {index: slot for index, slot in enumerate(slots) if slot in shared}
-    return WorkerPipeline(
-        times.segments,
-        wave,
-        step=times.step,
-        visits=times.visits,
-        forwards=forwards,
-        gradients=gradients,
-        weights=weights,
-        devices=devices,
-    )
+    return replace(pipeline, forwards=forwards, gradients=gradients, weights=weights, devices=devices)

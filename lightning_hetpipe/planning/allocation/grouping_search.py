@@ -24,8 +24,7 @@ from itertools import combinations
 from typing import TypeAlias
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.allocation.allocator import NEAR, Allocation, Allocator
-from lightning_hetpipe.planning.allocation.group_plans import Kinds
+from lightning_hetpipe.planning.allocation.allocator import NEAR, Allocation, Allocator, Kinds
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, Group, Grouping
 from lightning_hetpipe.planning.allocation.placed import placed
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
@@ -113,10 +112,6 @@ def best_allocation(
     return min(good, key=lambda each: (len(each.grouping), each.staleness, -each.rate))
 
 
-def _count(division: Blocks) -> int:
-    return sum(block.parts for block in division)
-
-
 class _GroupingSearch:
     def __init__(self, allocator: Allocator, shares: bool) -> None:
         self._allocator = allocator
@@ -156,7 +151,7 @@ class _GroupingSearch:
         most = self._values[best]
         by_count: dict[int, Blocks] = {}
         for division, value in self._values.items():
-            count = _count(division)
+            count = sum(block.parts for block in division)
             if value >= PROMISING * most and (count not in by_count or value > self._values[by_count[count]]):
                 by_count[count] = division
         chosen = sorted(by_count.values(), key=lambda each: -self._values[each])[:FINALISTS]

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.allocation.allocator import HIDING, NEAR, Allocation, Allocator
-from lightning_hetpipe.planning.allocation.group_plans import GroupPlans, Kinds
+from lightning_hetpipe.planning.allocation.allocator import HIDING, NEAR, Allocation, Allocator, GroupPlans, Kinds
 from lightning_hetpipe.planning.allocation.groupings import PLACED, Group, Grouping
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate
@@ -114,19 +113,12 @@ def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floo
         if ROUGH * rough[head].rate < NEAR * best or effort >= (1 if any(each.fits for each in found) else UNFIT):
             break
         own = plans.setdefault(head.first, PlacedPlans(allocator, head.first))
-        found.append(allocate(allocator, head, own, shares=shares, placement=placement))
+        found.append(allocator.allocate(PLACED, head.grouping, shares=shares, placement=placement, plans=own))
         best = max(best, found[-1].rate)
     if not any(each.fits for each in found):
         return min(found, key=lambda each: each.lacking, default=None)
     best = max(each.rate for each in found)
     return min((each for each in found if each.rate >= NEAR * best), key=lambda each: each.network_bytes)
-
-
-def allocate(
-    allocator: Allocator, head: Head, plans: PlacedPlans, *, shares: bool, placement: str = "local"
-) -> Allocation:
-    """Make the allocation with this ``head``, from ``plans`` whose last stages begin at its first layer."""
-    return allocator.allocate(PLACED, head.grouping, shares=shares, placement=placement, plans=plans)
 
 
 def heads(allocator: Allocator) -> Iterator[Head]:

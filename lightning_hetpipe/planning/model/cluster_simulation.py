@@ -40,8 +40,7 @@ class SimulatedWorker:
 
     Attributes:
         waited: Time for which Lightning's thread waited for slower virtual workers.
-        moved: Time for which the virtual worker pushed and pulled.
-        synchronised: Time of waiting and moving at the end of each wave.
+        synchronised: Time at the end of each wave for which the virtual worker pushed, waited and pulled.
         staleness: Largest number of minibatches of one other virtual worker u that the weights of a minibatch p lacked.
             Virtual worker u counts as having computed ceil((p - 1) W_u / W_v) minibatches, as if all kept their pace.
     """
@@ -49,7 +48,6 @@ class SimulatedWorker:
     wave: int
     published: tuple[float, ...]
     waited: float
-    moved: float
     synchronised: tuple[float, ...]
     staleness: int
 
@@ -64,11 +62,6 @@ class ClusterSimulation:
     workers: tuple[SimulatedWorker, ...]
     waves: int
     traffic: Mapping[str, float]
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the run in seconds."""
-        return max(worker.published[-1] for worker in self.workers)
 
     @property
     def staleness(self) -> int:
@@ -189,14 +182,12 @@ class _Network:
         return [*found.items()]
 
 
+@dataclass(eq=False, slots=True)
 class _Transfer:
     """Transfer over several links at once. ``done`` is called when the last of ``left`` links has moved its bytes."""
 
-    __slots__ = ("done", "left")
-
-    def __init__(self, left: int, done: Done) -> None:
-        self.left = left
-        self.done = done
+    left: int
+    done: Done
 
 
 class _Worker:
@@ -207,7 +198,7 @@ class _Worker:
         self.wave = given.wave
         self.push, self.pull = network.push(given.weights), network.pull(given.weights)
         self.latency = network.latency(given.weights)
-        self.since = self.waited = self.moved = 0.0
+        self.since = self.waited = 0.0
         self.synchronised: list[float] = []
         self.staleness = 0
         self.synchronises = False
@@ -266,21 +257,12 @@ class _ClusterRun:
             else:
                 now, _, act = heapq.heappop(events)
                 act(now)
-        return ClusterSimulation(
-            tuple(
-                SimulatedWorker(
-                    each.wave,
-                    tuple(each.run.published),
-                    each.waited,
-                    each.moved,
-                    tuple(each.synchronised),
-                    each.staleness,
-                )
-                for each in self._workers
-            ),
-            self._waves,
-            {link.name: link.carried for link in self._network.links},
-        )
+        workers = [
+            SimulatedWorker(each.wave, tuple(each.run.published), each.waited, tuple(each.synchronised), each.staleness)
+            for each in self._workers
+        ]
+        traffic = {link.name: link.carried for link in self._network.links}
+        return ClusterSimulation(tuple(workers), self._waves, traffic)
 
     def _at(self, when: float, act: Done) -> None:
         heapq.heappush(self._events, (when, self._number(), act))
@@ -304,12 +286,10 @@ class _ClusterRun:
             self._at(following, partial(self._go_on, worker))
 
     def _push(self, worker: _Worker, now: float) -> None:
-        worker.since = now
         self._send(worker.push, now, partial(self._later, worker.latency, partial(self._pushed, worker)))
 
     def _pushed(self, worker: _Worker, now: float) -> None:
         """End the wave, since the update is on all servers. Virtual workers that waited for this wave may now pull."""
-        worker.moved += now - worker.since
         worker.since = now
         clock = int(self._clocks[worker.index])
         self._clocks[worker.index] = clock + 1
@@ -328,12 +308,10 @@ class _ClusterRun:
             return
         del self._waiting[worker.index]
         worker.waited += now - worker.since
-        worker.since = now
         self._note_staleness(worker)
         self._send(worker.pull, now, partial(self._later, worker.latency, partial(self._pulled, worker)))
 
     def _pulled(self, worker: _Worker, now: float) -> None:
-        worker.moved += now - worker.since
         assert worker.run.wave_end is not None
         worker.synchronised.append(now - worker.run.wave_end)
         worker.synchronises = False

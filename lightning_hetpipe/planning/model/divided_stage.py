@@ -1,28 +1,202 @@
-"""Memory and work of a stage whose layers a group of devices divides.
+"""Stages whose layers a group of devices divides by their channels: each device's channels, times and memory.
 
-A *run* is a sequence of layers whose devices hand their channels on to each other.
+A *run* is a sequence of layers whose devices hand their channels on to each other, so its layers have the same counts.
 
-The first device has all that an undivided stage has. If it computes a part of a run, it also assembles the run's whole
-output beside its part, and the gradients. Its part of weights that are divided by rows is a copy in each version.
+Times: Each device with channels gets the whole input of the run's first layer from the group's first device. It sends
+back its part of the last layer's output. Gradients go the other way. For each minibatch, each device also gets its part
+of the new weights, and gives back their gradients. Each pass through a run costs interpreter time, which devices do not
+share. Counts are chosen so that the slowest device for a run, transfers included, takes least time. They are found by a
+binary search over all possible times, since more channels never take less time.
 
-For each minibatch that the stage holds, another device has the whole inputs of its runs, and its part of everything
-else that these runs keep. It also has its part of each version of the weights. While it computes, it has the gradients
-of a run's input, of its part of the weights, and of what the run's largest layer keeps.
+Memory: The first device has all that an undivided stage has. If it computes a part of a run, it also assembles the
+run's whole output beside its part, and the gradients. Its part of weights that are divided by rows is a copy in each
+version. For each minibatch that the stage holds, another device has the whole inputs of its runs, and its part of
+everything else that these runs keep. It also has its part of each version of the weights. While it computes, it has the
+gradients of a run's input, of its part of the weights, and of what the run's largest layer keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from lightning_hetpipe.planning.model.cluster import DeviceSlot
-from lightning_hetpipe.planning.model.profile import Profile, layers_of_runs
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
+from lightning_hetpipe.planning.model.profile import Profile, Times, layers_of_runs
 from lightning_hetpipe.planning.model.stage_memory import more
 from lightning_hetpipe.rules.channel_layouts import apportioned
 
 if TYPE_CHECKING:
     from lightning_hetpipe.planning.model.estimate import StageEstimate
+
+MOST_UNITS = 256
+"""Finest division of a layer that is searched. A layer of more units is divided in the proportions that are found."""
+
+MEMBER_CALL = 250e-6
+"""Seconds of Python that one device's part of a run costs in one pass, besides its computation.
+
+Meanwhile threads of other devices cannot run Python (``benchmarks/split_layers.py``, small layers).
+"""
+
+
+@dataclass(frozen=True)
+class GroupTimes:
+    """Times of each layer on a group of devices, on which undivided layers run on the first device.
+
+    ``counts`` has, for each divided layer, the number of units of its run that each device computes.
+    """
+
+    times: Sequence[Times]
+    counts: Mapping[int, tuple[int, ...]]
+
+
+def group_times(
+    profile: Profile,
+    cluster: Cluster,
+    slots: Sequence[DeviceSlot],
+    most: Sequence[float] | None = None,
+    shares: Sequence[float] | None = None,
+) -> GroupTimes:
+    """Divide the layers of ``profile`` among the devices ``slots``, the first of which holds the unsplit weights.
+
+    Args:
+        cluster: Cluster whose links connect the devices.
+        most: Fraction of a layer's units for which each device has room. By default all units fit.
+        shares: Share of each device. By default the fastest counts are searched.
+
+    Raises:
+        SettingError: if the profile has no times of a device.
+    """
+    own = [profile.times_on(slot.device) for slot in slots]
+    times, counts = list(own[0]), dict[int, tuple[int, ...]]()
+    for layers in _runs(profile) if len(slots) > 1 else ():
+        run = _DividedRun(profile, cluster, slots, own, layers)
+        found = _fastest(run, most) if shares is None else apportioned(run.units, shares)
+        if found is not None:
+            for layer, each in zip(layers, run.times(found), strict=True):
+                times[layer] = each
+            counts |= dict.fromkeys(layers, found)
+    return GroupTimes(times, counts)
+
+
+def balanced(seconds: Sequence[Sequence[float]], units: int) -> tuple[int, ...] | None:
+    """Find counts that add up to ``units`` with the least time of the slowest member. None if they cannot.
+
+    ``seconds`` has for each member the ascending times of 0, 1, ... units. Of several solutions, return the one that
+    gives the first member most, then the second member, and so on.
+    """
+
+    def within(limit: float) -> list[int]:
+        return [sum(each <= limit for each in own) - 1 for own in seconds]
+
+    limits = sorted({each for own in seconds for each in own})
+    low, high = 0, len(limits) - 1
+    if sum(within(limits[high])) < units:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if sum(within(limits[middle])) >= units else (middle + 1, high)
+    counts, left = list[int](), units
+    for most in within(limits[low]):
+        counts.append(min(most, left))
+        left -= counts[-1]
+    return tuple(counts)
+
+
+def _fastest(run: _DividedRun, most: Sequence[float] | None) -> tuple[int, ...] | None:
+    """Find the fastest counts for which devices have room, or None if the first device alone is as fast."""
+    units = run.units
+    caps = [units] * len(run.seconds) if most is None else [int(units * part) for part in most]
+    found = balanced([own[: cap + 1] for own, cap in zip(run.seconds, caps, strict=True)], units)
+    return found if found is not None and found[0] != units and run.longest(found) < run.whole else None
+
+
+def _runs(profile: Profile) -> list[list[int]]:
+    """List the layers of each run that can be divided, in order."""
+    runs = layers_of_runs(profile.widths, profile.widths)
+    begun = [layers for layers in runs if any(profile.widths[layer].units for layer in layers)]
+    return [layers for layers in begun if _units(profile, layers) > 1]
+
+
+def _units(profile: Profile, layers: Sequence[int]) -> int:
+    """Largest number of units into which all of ``layers`` can be divided, limited by :data:`MOST_UNITS`."""
+    return min((MOST_UNITS, *(units for layer in layers for units in profile.widths[layer].units.values())))
+
+
+class _DividedRun:
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        slots: Sequence[DeviceSlot],
+        own: Sequence[Sequence[Times]],
+        layers: Sequence[int],
+    ) -> None:
+        first, last = layers[0], layers[-1]
+        self.units = _units(profile, layers)
+        self._layers = layers
+        self._own = own
+        calls = profile.called(first)
+        came = profile.layers[first].given or (profile.layers[first - 1].output if first else 0)
+        goes, sums = profile.layers[last].output, profile.widths[last].sums
+        weights = [profile.layers[layer].parameters for layer in layers]
+        gradients = [profile.layers[layer].parameters - profile.layers[layer].frozen for layer in layers]
+        both = (sum(weights) + calls * sum(gradients)) / 2  # the former on a forward's way, the latter on a backward's
+
+        def transfer(link: Link, nbytes: float) -> float:
+            return calls * link.seconds(round(nbytes / calls))
+
+        links = [cluster.link_between(slots[0], slot) for slot in slots]
+        names = [profile.name_of(slot.device) for slot in slots]
+        self._moved = [
+            [
+                (
+                    transfer(link, came) + link.seconds(round(both * count / self.units)),
+                    transfer(link, goes if sums else goes * count / self.units),
+                )
+                if count
+                else (0.0, 0.0)
+                for count in range(self.units + 1)
+            ]
+            for link in links
+        ]
+        self._computed = [
+            [
+                profile.widths[layer].seconds(name, times[layer].forward + times[layer].backward, self.units)
+                for layer in self._layers
+            ]
+            for name, times in zip(names, own, strict=True)
+        ]
+        self._called = calls * len(slots) * MEMBER_CALL
+        self.seconds: list[list[float]] = []
+        for moved, computed in zip(self._moved, self._computed, strict=True):
+            takes = [
+                2 * (sum(moved[count]) + self._called * (count > 0)) + sum(each[count] for each in computed)
+                for count in range(self.units + 1)
+            ]
+            self.seconds.append([*accumulate(takes, max)])
+        self.whole = sum(own[0][layer].forward + own[0][layer].backward for layer in layers)
+
+    def longest(self, counts: Sequence[int]) -> float:
+        return max(own[count] for own, count in zip(self.seconds, counts, strict=True))
+
+    def times(self, counts: Sequence[int]) -> list[Times]:
+        """Times of each layer on the slowest device, with transfers in the first and last layer.
+
+        Updates run on the first device, which has the weights.
+        """
+        longest = max(range(len(counts)), key=lambda member: self.seconds[member][counts[member]])
+        count = counts[longest]
+        before, behind = self._moved[longest][count]
+        found = []
+        for number, layer in enumerate(self._layers):
+            whole = self._own[longest][layer]
+            total = whole.forward + whole.backward
+            part = self._computed[longest][number][count] / total if total else 0.0
+            extra = (before + self._called) * (number == 0) + behind * (layer == self._layers[-1])
+            found.append(Times(whole.forward * part + extra, whole.backward * part + extra, self._own[0][layer].update))
+        return found
 
 
 @dataclass(frozen=True)
@@ -71,11 +245,15 @@ class DividedStage:
         parts = [max(those[member] / sum(those) for those in counts.values()) for member in range(len(slots))]
         held = min(1, stage.held) if recompute else stage.held
         copies = stage.memory.versions / stage.memory.weights if stage.memory.weights else 0.0
-        runs = _runs(profile, counts)
-        first = held * sum(run.output for run in runs) + copies * sum(run.rows for run in runs)
-        first += max(run.longest for run in runs)
-        whole = [stage.memory.total, *[_whole(runs, held)] * (len(slots) - 1)]
-        apart = [first, *[_apart(runs, held, copies)] * (len(slots) - 1)]
+        runs = [_RunBytes.of(profile, layers) for layers in layers_of_runs(profile.widths, counts)]
+        longest = max(run.longest for run in runs)
+        # Another device than the first has inputs and sums whole, and the largest gradient. Of the rest it has a part.
+        came = [run.inputs + run.added for run in runs]
+        whole = [stage.memory.total, *[held * sum(came) + max(came)] * (len(slots) - 1)]
+        first = held * sum(run.output for run in runs) + copies * sum(run.rows for run in runs) + longest
+        weights = [run.weights for run in runs]
+        other = held * sum(run.inner for run in runs) + copies * sum(weights) + max(weights) + longest
+        apart = [first, *[other] * (len(slots) - 1)]
         own = zip(whole, apart, parts, strict=True)
         taken = [round(have + each * part) if part or not n else 0 for n, (have, each, part) in enumerate(own)]
         limits = [slot.device.memory for slot in slots]
@@ -137,19 +315,3 @@ class _RunBytes:
             rows=sum(layer.parameters * each for layer, each in zip(own, sums, strict=True)),
             longest=max(layer.kept for layer in own),
         )
-
-
-def _runs(profile: Profile, layers: Iterable[int]) -> list[_RunBytes]:
-    return [_RunBytes.of(profile, own) for own in layers_of_runs(profile.widths, layers)]
-
-
-def _whole(runs: Sequence[_RunBytes], held: int) -> int:
-    """Bytes of a device beside the first one that do not depend on its part: inputs, sums, and the largest
-    gradient."""
-    return held * sum(run.inputs + run.added for run in runs) + max(run.inputs + run.added for run in runs)
-
-
-def _apart(runs: Sequence[_RunBytes], held: int, copies: float) -> float:
-    """Bytes of which a device beside the first one has its part."""
-    kept = held * sum(run.inner for run in runs) + copies * sum(run.weights for run in runs)
-    return kept + max(run.weights for run in runs) + max(run.longest for run in runs)

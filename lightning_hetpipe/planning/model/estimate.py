@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits
+from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, WorkerPipeline
 from lightning_hetpipe.planning.model.stage_memory import StageMemory
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.rules.schedule import calls, segments
@@ -137,20 +136,6 @@ class Estimate:
             lines.append(f"more memory: {' and '.join(each)}")
         return lines
 
-    @property
-    def allowances(self) -> list[int | None]:
-        """For each stage, bytes that its activations and waiting gradients may take, or None if memory is no limit.
-
-        They are the bytes of the plan plus an equal part of what all stages on the device leave free.
-        """
-        own = [[each for each in self.stages if each.slot == stage.slot] for stage in self.stages]
-        return [
-            None
-            if stage.limit is None
-            else stage.memory.moving + (stage.limit - sum(each.memory.total for each in those)) // len(those)
-            for stage, those in zip(self.stages, own, strict=True)
-        ]
-
 
 def lacking(stages: Iterable[StageEstimate]) -> dict[DeviceSlot, int]:
     """Return the bytes that each device lacks for ``stages``, which may share devices. Omit devices with room."""
@@ -161,28 +146,18 @@ def lacking(stages: Iterable[StageEstimate]) -> dict[DeviceSlot, int]:
     return {slot: taken[slot] - limit for slot, limit in limits if limit is not None and taken[slot] > limit}
 
 
-class PipelineTimes(NamedTuple):
-    """Seconds of a pipeline.
-
-    Attributes:
-        stages: Times of each stage for one minibatch.
-        segments: Times of one visit to each segment, or ``stages`` if no module is called several times.
-        visits: Visits of a minibatch to the segments. None stands for one visit to each stage.
-        step: Seconds of Lightning's step: the longest of the stages' times for updating their weights.
-    """
-
-    stages: Sequence[StageTimes]
-    segments: Sequence[StageTimes]
-    visits: Visits | None
-    step: float
-
-
 def times_on(
-    profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], splits: Sequence[int], recompute: bool = False
-) -> PipelineTimes:
-    """Return the times of stages on ``slots`` that start at the layers ``splits``.
+    profile: Profile,
+    cluster: Cluster,
+    slots: Sequence[DeviceSlot],
+    splits: Sequence[int],
+    wave: int,
+    recompute: bool = False,
+) -> tuple[list[StageTimes], WorkerPipeline]:
+    """Return the times of stages on ``slots`` that start at the layers ``splits``, and their pipeline.
 
-    With ``recompute``, each backward takes the time of the forward in addition, except on the last stage.
+    Lightning's step takes the longest of the stages' times for updating their weights. With ``recompute``, each
+    backward takes the time of the forward in addition, except on the last stage.
     """
     own, ends = [profile.times_on(slot.device) for slot in slots], [*splits[1:], len(profile.layers)]
     links = itertools.starmap(cluster.link_between, pairwise(slots))
@@ -202,7 +177,7 @@ def times_on(
     stages = list(itertools.starmap(times, places))
     step = max(sum(each.update for each in own[stage][first:after]) for stage, first, after in places)
     if not profile.calls:
-        return PipelineTimes(stages, stages, None, step)
+        return stages, WorkerPipeline(stages, wave, step)
     pieces = profile.pieces
     parts = segments([after - first for first, after in pieces], splits)
     changing = {
@@ -212,4 +187,4 @@ def times_on(
     }
     visits = Visits(parts, calls(map(pieces.index, profile.calls)), changing)
     found = [times(part.stage, part.first, part.last + 1, profile.called(part.first)) for part in parts]
-    return PipelineTimes(stages, found, visits, step)
+    return stages, WorkerPipeline(found, wave, step, visits)

@@ -237,17 +237,14 @@ class Profile:
         elif len(profiled) == 1 and (device.speed != 1.0 or len(self.times) == 1):
             (measured,) = profiled
         else:
+            by_speed = ", or say its speed relative to the device that was profiled" if len(profiled) == 1 else ""
+            way_out = f"; profile the model on it, name another device{by_speed}"
             raise SettingError(
                 f"the profile of {self.model} has no times of '{device.name}'; it has those of"
                 f" {', '.join(sorted(self.times))}, and the catalogue of GPUs does not know it"
-                f"{nearest_gpu(device.name, [*gpus(), *self.times]) or self._way_out(profiled)}"
+                f"{nearest_gpu(device.name, [*gpus(), *self.times]) or way_out}"
             )
         return list(measured) if device.speed == 1.0 else [each.divided(device.speed) for each in measured]
-
-    @staticmethod
-    def _way_out(profiled: Sequence[Sequence[Times]]) -> str:
-        by_speed = ", or say its speed relative to the device that was profiled" if len(profiled) == 1 else ""
-        return f"; profile the model on it, name another device{by_speed}"
 
     def name_of(self, device: Device) -> str | None:
         """Return the name of ``device`` in this profile, perhaps in another spelling, or None without its times."""

@@ -56,11 +56,6 @@ class Visits:
     calls: Sequence[Call]
     changing: Collection[int] = ()
 
-    @classmethod
-    def once(cls, stages: int) -> Visits:
-        """Return the visits for one call of one module that has a segment on each stage."""
-        return cls(segments([stages], range(stages)), calls([0]))
-
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -284,7 +279,8 @@ class PipelineRun:
         devices: Mapping[int, SharedDevice] | None = None,
         tasks: list[TaskFields] | None = None,
     ) -> None:
-        visits, devices = given.visits or Visits.once(len(given.stages)), devices or {}
+        count, devices = len(given.stages), devices or {}
+        visits = given.visits or Visits(segments([count], range(count)), calls([0]))
         path = route(visits.segments, visits.calls)
         self.published: list[float] = []
         self.wave_end: float | None = None

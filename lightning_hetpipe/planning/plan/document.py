@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from os import PathLike
@@ -15,12 +16,12 @@ from lightning_hetpipe.planning.allocation.allocator import Allocation, most_sta
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Bytes, Seconds
-from lightning_hetpipe.planning.plan.faults import Problem, plan_problems
+from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.json_file import read, write
-from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedMember, PlannedStage, PlannedWorker, Problem
 from lightning_hetpipe.planning.plan.table import table
-from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES, STASH, Versions
+from lightning_hetpipe.rules.waves import PLACEMENTS
 from lightning_hetpipe.settings import MOST, Bounds, CheckedRecord, Choices, Length, Size
 
 VERSION = 1
@@ -212,7 +213,28 @@ class Plan(CheckedRecord):
 
     def problems(self, cluster: Cluster | None = None) -> Iterator[Problem]:
         """Yield the faults that keep the plan from running on any devices, and on the devices of ``cluster``."""
-        return plan_problems(self, cluster)
+        taken: dict[tuple[str, int], tuple[int, bool]] = {}
+        at: dict[tuple[str, int], dict[str, PlannedStage | PlannedMember]] = {}
+        for index, worker in enumerate(self.virtual_workers):
+            next_layer = 0
+            for number, stage in enumerate(worker.stages):
+                place, is_last = f"virtual_workers[{index}].stages[{number}]", number + 1 == len(worker.stages)
+                yield from stage.problems(place, next_layer, len(self.layers))
+                next_layer = stage.last_layer + 1
+                for key, each in stage.members(place).items():
+                    at.setdefault(each.at, {})[key] = each
+                    other, shares = taken.setdefault(each.at, (index, is_last))
+                    if other != index and not (shares and is_last):
+                        said = f"is '{each.place}', which is virtual worker {other}'s, too, and only last stages"
+                        yield Problem(f"{key}.device", f"{said} share a device")
+                    if cluster is not None:
+                        yield from each.problems_on(cluster, key)
+            if next_layer != len(self.layers):
+                said = f"is {next_layer - 1}, and the model's last layer is {len(self.layers) - 1}"
+                yield Problem(f"{place}.last_layer", said)
+        slots = {} if cluster is None else cluster.slots_by_place
+        for device, on_device in at.items():
+            yield from _memory_problems(on_device, slots[device].device.memory if device in slots else None)
 
     def check(self, cluster: Cluster | None = None) -> None:
         """Refuse a plan that cannot be run.
@@ -274,6 +296,21 @@ class Plan(CheckedRecord):
         self.check(cluster)
         stages = self.virtual_workers[virtual_worker].stages
         return [[cluster.slots_by_place[each.at] for each in stage.group] for stage in stages]
+
+
+def _memory_problems(on_device: Mapping[str, PlannedStage | PlannedMember], memory: int | None) -> Iterator[Problem]:
+    """Yield faults of stages, by their keys, that take too much of one device's ``memory``, alone or together."""
+    every = [*on_device.values()]
+    limits = [limit for limit in (*(each.memory_limit_bytes for each in every), memory) if limit is not None]
+    limit, taken = min(limits, default=math.inf), sum(each.memory_bytes for each in every)
+    too_large = {key: each.memory_bytes for key, each in on_device.items() if each.memory_bytes > limit}
+    for key, size in too_large.items():
+        said = f"is {in_bytes(size)}, {in_bytes(size - limit)} more than {every[0].place} has"
+        yield Problem(f"{key}.memory_bytes", said)
+    if not too_large and taken > limit:
+        together = f"{in_bytes(taken)} with what else lies on {every[0].place}"
+        said = f"makes {together}, {in_bytes(taken - limit)} more than it has"
+        yield Problem(f"{[*on_device][-1]}.memory_bytes", said)
 
 
 def _plain(value: Any) -> Any:

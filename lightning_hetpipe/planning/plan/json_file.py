@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.settings import Style, check, declared, is_record
@@ -62,20 +62,13 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
         OSError: if it cannot be written. The old file remains.
     """
     target = Path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    beside = target.with_name(f".{target.name}.{uuid4().hex}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with beside.open("x", encoding="utf-8") as file:
             json.dump(value, file, indent=1, allow_nan=False)
             file.write("\n")
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
+        beside.replace(target)
     except BaseException:
         with suppress(OSError):
-            os.unlink(name)
+            beside.unlink()
         raise
-
-
-def _umask() -> int:
-    """Return the process's umask, which ``mkstemp`` ignores: only the owner may read its files."""
-    os.umask(mask := os.umask(0o022))
-    return mask

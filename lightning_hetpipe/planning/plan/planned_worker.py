@@ -1,12 +1,16 @@
-"""Virtual workers of a plan, their stages and groups of devices: made from estimates, or read from ``plan.json``."""
+"""Virtual workers of a plan, their stages and groups of devices: made from estimates, or read from ``plan.json``.
+
+A record yields its faults, each with its key in ``plan.json``.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Bytes, Layer, Seconds
@@ -23,6 +27,14 @@ def _is_label(value: str) -> bool:
 
 
 Label = Annotated[str, _is_label, "a name and a number, such as 'RTX-3090:0'"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Fault of a plan: the text ``said``, and its ``place``, such as "virtual_workers[0].stages[2].memory_bytes"."""
+
+    place: str
+    said: str
 
 
 class DeviceLabel(CheckedRecord):
@@ -60,6 +72,19 @@ class DeviceLabel(CheckedRecord):
     def nominal(self) -> bool:
         """True if only the device's memory comes from a data sheet."""
         return self.device.endswith(NOMINAL)
+
+    def problems_on(self, cluster: Cluster, place: str) -> Iterator[Problem]:
+        """Yield the fault that ``cluster`` has no such device. ``place`` is the key of this record."""
+        node = next((node for node in cluster.nodes if node.name == self.node), None)
+        if node is None:
+            there = ", ".join(node.name for node in cluster.nodes)
+            yield Problem(f"{place}.node", f"is '{self.node}'; there are {there}")
+            return
+        number = self.device_number
+        if number >= len(node.devices):
+            yield Problem(f"{place}.device", f"is '{self.device}', and {self.node} has {len(node.devices)}, from 0 on")
+        elif canonical(node.devices[number].name) != canonical(self.device_name):
+            yield Problem(f"{place}.device", f"is '{self.device}', where {self.node} has a {node.devices[number].name}")
 
 
 @dataclass(frozen=True)
@@ -128,6 +153,45 @@ class PlannedStage(DeviceLabel):
         """Return the stage's devices, its own first, by their keys in ``plan.json`` behind ``place``."""
         others = {f"{place}.group[{number}]": each for number, each in enumerate(self.group)}
         return {place: self, **{key: each for key, each in others.items() if each.at != self.at}}
+
+    def problems(self, place: str, next_layer: int, layers: int) -> Iterator[Problem]:
+        """Yield faults of the stage by itself, which must begin with ``next_layer`` and end within ``layers``.
+
+        ``place`` is the key of the stage.
+        """
+        first, last, group = self.first_layer, self.last_layer, self.group
+        if first != next_layer:
+            yield Problem(f"{place}.first_layer", f"is {first} and must be {next_layer}: stages leave none out")
+        if not first <= last < layers:
+            yield Problem(f"{place}.last_layer", f"is {last} and must be from {first} to {layers - 1}")
+        if self.splits and not group:
+            said = "divides layers, and the stage has no group; give it one, or leave splits out"
+            yield Problem(f"{place}.splits", said)
+        if not group:
+            return
+        if len(group) == 1:
+            yield Problem(f"{place}.group", "has one member; leave it out for a stage on one device")
+        if self.at not in [member.at for member in group]:
+            said = f"is '{self.place}', which holds the unsplit weights and must be in the group"
+            yield Problem(f"{place}.device", said)
+        if not any(member.share > 0 for member in group):
+            yield Problem(f"{place}.group", "has no share above 0; give at least one member some of the work")
+        for number, member in enumerate(group):
+            key = f"{place}.group[{number}]"
+            if member.at in [each.at for each in group[:number]]:
+                yield Problem(f"{key}.device", f"is '{member.place}', which is in the group already")
+            if member.node != self.node:
+                said = f"is '{member.node}', and a group lies on one machine, here '{self.node}'"
+                yield Problem(f"{key}.node", said)
+        for number, split in enumerate(self.splits):
+            key = f"{place}.splits[{number}]"
+            if len(split.counts) != len(group):
+                said = f"has {len(split.counts)} numbers for '{split.layer}', and the group {len(group)} members"
+                yield Problem(f"{key}.counts", said)
+            elif not sum(split.counts):
+                yield Problem(f"{key}.counts", f"gives nobody anything of '{split.layer}'")
+            if split.layer in [each.layer for each in self.splits[:number]]:
+                yield Problem(f"{key}.layer", f"is '{split.layer}', which is divided already")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model import cluster
@@ -97,7 +97,7 @@ def save(profile: Profile, path: str | PathLike[str]) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    write(path, as_json(profile))
+    write(path, {"schema_version": VERSION, **plain(ProfileFile.of(profile))})
 
 
 def load(path: str | PathLike[str]) -> Profile:
@@ -108,11 +108,6 @@ def load(path: str | PathLike[str]) -> Profile:
     """
     file = Path(path)
     return cast(Profile, read(file / "profile.json" if file.is_dir() else file, PROFILE, VERSION))
-
-
-def as_json(profile: Profile) -> dict[str, Any]:
-    """Return the JSON value that :func:`save` writes."""
-    return {"schema_version": VERSION, **plain(ProfileFile.of(profile))}
 
 
 @dataclass(frozen=True)

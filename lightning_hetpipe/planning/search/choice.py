@@ -8,7 +8,7 @@ To choose Nm, the search begins with the smallest Nm at which the time of all st
 short there, it looks at smaller Nm. It looks at larger Nm while they help, and then longer at the best Nm. It chooses
 the smallest Nm within 1% of the best throughput, or a quarter more to keep the slowest stage always busy.
 
-A spread run, for which ``in_flight=1`` may ask, is not searched (``spread_plan``).
+A spread run, for which ``in_flight=1`` may ask, is not searched (``split_points``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_hetpipe.planning.model.estimate import Estimate, Help
 from lightning_hetpipe.planning.model.units import digits, in_seconds
 from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, PlansAt
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.planning.search.spread_plan import spread_plan
+from lightning_hetpipe.planning.search.split_points import spread_plan
 
 MANY = 1 << 20
 """Nm at which only T_max counts."""
@@ -244,9 +244,9 @@ class _Search:
 
 
 def _one_after_another(found: Estimate) -> str:
-    took = in_seconds(sum(stage.times.total for stage in found.stages))
     if len(found.stages) == 1:
-        return f"all layers on {found.stages[0].slot.device.name} take {took} for each minibatch"
+        return slowest_stage(found)
+    took = in_seconds(sum(stage.times.total for stage in found.stages))
     return f"devices compute one after another, {took} for each minibatch, as one is in flight"
 
 

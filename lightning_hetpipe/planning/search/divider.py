@@ -93,7 +93,7 @@ class Divider:
             cap = high / CLOSE if found else low * farther or inf
             while True:
                 total = inf
-                if (division := self._ways(order, takes(cap)).best()) is not None:
+                if (division := Ways(self.costs, order, takes(cap), self._shift).best()) is not None:
                     found[division] = division.period(in_flight, synchronise)
                     high, total = min(high, found[division]), (sum(division.takes) + synchronise) / in_flight
                 if cap == inf:
@@ -123,7 +123,7 @@ class Divider:
         takes = self._capped(room, self._boundaries)(period)
         most = (period * in_flight - synchronise) * (1 + 2 * SLIGHT)
         for order in self._orders:
-            for division in self._ways(order, takes).within(most):
+            for division in Ways(self.costs, order, takes, self._shift).within(most):
                 if division.period(in_flight, synchronise) <= period * (1 + 1e-9):
                     yield division
 
@@ -142,9 +142,6 @@ class Divider:
             return [capped[key] for key in keys]
 
         return within
-
-    def _ways(self, order: DeviceOrder, takes: Sequence[StageTakes]) -> Ways:
-        return Ways(self.costs, order, takes, self._shift)
 
     def _around(self, kinds: Sequence[int]) -> list[Block]:
         """Make blocks of one device in the order of ``kinds``, with unused devices beside devices of their kind."""

@@ -2,7 +2,7 @@
 
 Two parts of a node's devices are joined at a time while that helps, or all parts of a node if no pair helps. Each way
 to join is planned as if each group were one device. A group has the times of divided layers
-(:mod:`~lightning_hetpipe.planning.model.group_times`), and the memory of its largest device, which holds the unsplit
+(:mod:`~lightning_hetpipe.planning.model.divided_stage`), and the memory of its largest device, which holds the unsplit
 weights.
 """
 
@@ -14,9 +14,8 @@ from dataclasses import replace
 from itertools import chain, combinations, pairwise
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Node
-from lightning_hetpipe.planning.model.divided_stage import DividedStage
+from lightning_hetpipe.planning.model.divided_stage import DividedStage, group_times
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
-from lightning_hetpipe.planning.model.group_times import group_times
 from lightning_hetpipe.planning.model.profile import LayerWidths, Profile
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import TypeAlias
 
 from lightning_hetpipe.planning.model.costs import Division
@@ -203,7 +202,7 @@ def changes(problem: PlanningProblem, division: Division) -> Iterator[Division]:
     ends = (*splits[1:], costs.layers)
     places = [*_moved(splits, ends, kinds), *_placed(problem, kinds, splits, ends)]
     for other, starts in places:
-        if problem.stages in (None, len(other)) and (not problem.ordered or _is_rising(other)):
+        if problem.stages in (None, len(other)) and (not problem.ordered or [*other] == sorted({*other})):
             yield Division.of(costs, other, starts)
 
 
@@ -235,7 +234,3 @@ def _placed(
         for second in range(index):
             if kinds[second] != kind:
                 yield (*kinds[:second], kind, *kinds[second + 1 : index], kinds[second], *after), splits
-
-
-def _is_rising(kinds: Sequence[int]) -> bool:
-    return all(one < other for one, other in pairwise(kinds))

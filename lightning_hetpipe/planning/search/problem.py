@@ -27,10 +27,6 @@ MINIBATCHES = 48
 """Smallest number of simulated minibatches."""
 
 
-def unseen() -> None:
-    """Show no progress."""
-
-
 Seen: TypeAlias = tuple[StageLoad, int, int]
 """Load of stages other than the last one that start between two boundaries, both inclusive."""
 
@@ -72,7 +68,7 @@ class PlanningProblem:
     every: int = 1
     spread: bool = False
     brief: bool = False
-    progress: Callable[[], object] = unseen
+    progress: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slots", tuple(self.slots) or self.cluster.slots)
@@ -183,22 +179,22 @@ class PlanningProblem:
             SettingError: if the profile has no times of a device.
         """
         profile, versions = self.profile, self.versions(in_flight)
-        times = times_on(profile, self.cluster, slots, splits, self.recompute)
+        times, pipeline = times_on(profile, self.cluster, slots, splits, in_flight, self.recompute)
         period = versions.period
         waves = max(WAVES, -(-MINIBATCHES // period))
         run = simulate(
-            times.segments,
+            pipeline.stages,
             in_flight,
             waves * period,
-            step=times.step,
+            step=pipeline.step,
             synchronise=self.synchronise,
-            visits=times.visits,
+            visits=pipeline.visits,
             versions=versions,
         )
         begin, end = waves // 3 * period, (waves - 1) * period
         seconds = run.published[end - 1] - run.published[begin - 1]
         # Versions come in bunches. A window between two bunches may count up to 2% too many.
-        rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times.stages))
+        rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
         stages = list[StageEstimate]()
         for index, (first, after) in enumerate(pairwise((*splits, len(profile.layers)))):
             user = profile.user if index + 1 == len(slots) else UserBytes()
@@ -210,5 +206,5 @@ class PlanningProblem:
                 taken = {load: self.memory.stage(first, after, load, versions.copies, more) for load in loads}
             most = max(taken, key=lambda load: taken[load].total)
             place = slots[index], first, after - 1
-            stages.append(StageEstimate(*place, times.stages[index], taken[most], run.held[index], most))
+            stages.append(StageEstimate(*place, times[index], taken[most], run.held[index], most))
         return Estimate(tuple(stages), versions, self.recompute, rate, run, spread)

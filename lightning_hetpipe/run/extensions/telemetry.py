@@ -313,12 +313,11 @@ class Recording(Recorder, Extension):
         loggers = [logger for logger in self._trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if not loggers or not self._trainer.is_global_zero:
             return
-        from lightning_hetpipe.reporting.plots import image  # and matplotlib, which other runs do without
+        from lightning_hetpipe.reporting.plots import draw  # and matplotlib, which other runs do without
 
-        picture = image(timeline)
-        step = self._trainer.global_step
+        figure = draw(timeline)
         for logger in loggers:
-            logger.experiment.add_image("hetpipe/timeline", picture, global_step=step, dataformats="HWC")
+            logger.experiment.add_figure("hetpipe/timeline", figure, global_step=self._trainer.global_step)
 
     def _write(self, timeline: Timeline) -> str:
         """Write the timeline under a name unlike the names of other virtual workers and earlier runs."""

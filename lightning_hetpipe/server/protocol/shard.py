@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.rules import parameter_placement
+from lightning_hetpipe.rules.waves import place_parameters
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import Commit, Refusal, RemoteFault, UpdateId
 from lightning_hetpipe.server.transport.shared_memory import memory
@@ -342,6 +342,6 @@ def place(
     parameters: Sequence[messages.Parameter], servers: int, how: str, homes: Sequence[int] = ()
 ) -> list[list[int]]:
     """Return the indices of the parameters on each server, ascending. ``how`` and ``homes`` are as for
-    :func:`~lightning_hetpipe.rules.parameter_placement.place`, which raises SettingError for an unknown ``how``."""
+    :func:`~lightning_hetpipe.rules.waves.place_parameters`, which raises SettingError for an unknown ``how``."""
     sizes = [math.prod(parameter.shape) * dtype_of(parameter.dtype).itemsize for parameter in parameters]
-    return parameter_placement.place(sizes, servers, how, homes)
+    return place_parameters(sizes, servers, how, homes)
