@@ -28,7 +28,7 @@ from lightning_hetpipe.placement.measuring import known_optimizer
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.search.split_points import FROZEN, FULL, divided
 from lightning_hetpipe.torch_private.modules import without_tensors
-from lightning_hetpipe.torch_private.subclasses import address_of
+from lightning_hetpipe.torch_private.tensors import address_of
 
 Change = Callable[[Any, Tensor], Tensor]
 """Function from the name of a state, if it has one, and its tensor to the tensor that replaces it."""
