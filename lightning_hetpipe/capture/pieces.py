@@ -106,12 +106,7 @@ class Piece:
         return [_alike(values) for values in zip(*self.inputs, strict=True)]
 
     def run(
-        self,
-        generators: RandomGenerators,
-        batch: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: int = 0,
+        self, generators: RandomGenerators, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0
     ) -> Any:
         """Run the module itself in its call number ``call``, with the random draws of stages for ``batch`` (law L7).
 

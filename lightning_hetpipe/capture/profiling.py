@@ -217,11 +217,7 @@ class ProfilingInput:
         return self._measured(device, lambda each: _times(each, _update(self.optimizer, each), now))
 
     def seconds(
-        self,
-        device: torch.device | None = None,
-        *,
-        backward: bool = True,
-        tick: Callable[[], object] = lambda: None,
+        self, device: torch.device | None = None, *, backward: bool = True, tick: Callable[[], object] = lambda: None
     ) -> list[float]:
         """Return the seconds of each layer in a minibatch: forward and backward of each call.
 

@@ -119,11 +119,7 @@ class ClusterPlans:
 
 
 def cluster_plans(
-    allocation: str,
-    wsp: WSPSettings,
-    problem: PlanningProblem,
-    in_flight: int | None,
-    policies: Sequence[WeightPolicy],
+    allocation: str, wsp: WSPSettings, problem: PlanningProblem, in_flight: int | None, policies: Sequence[WeightPolicy]
 ) -> ClusterPlans:
     """Plan all virtual workers under the first of the weight ``policies`` with which they fit, or else under the last.
 

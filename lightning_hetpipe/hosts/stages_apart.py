@@ -46,11 +46,7 @@ class StagesApart:
     """
 
     def __init__(
-        self,
-        places: Mapping[int, StageElsewhere],
-        security: Security,
-        emulation: Emulation | None,
-        worker: int | None,
+        self, places: Mapping[int, StageElsewhere], security: Security, emulation: Emulation | None, worker: int | None
     ) -> None:
         self._places, self._security, self._emulation = places, security, emulation
         self._whose = "" if worker is None else f" of virtual worker {worker}"

@@ -116,11 +116,7 @@ class Children:
     """
 
     def __init__(
-        self,
-        program: Command,
-        rank: Rank,
-        restarts: int = 0,
-        closed: Callable[[], None] | None = None,
+        self, program: Command, rank: Rank, restarts: int = 0, closed: Callable[[], None] | None = None
     ) -> None:
         """Start the children by ``program``. ``rank`` is this process's.
 

@@ -330,12 +330,7 @@ class EvaluationRun(Driver):
             layout.split_points,
             layout.devices,
             StageSettings(
-                self._generators,
-                in_flight,
-                settings.torch_threads,
-                default_dtype,
-                settings.before_pass,
-                evaluates=True,
+                self._generators, in_flight, settings.torch_threads, default_dtype, settings.before_pass, evaluates=True
             ),
             settings.timeout,
         )

@@ -396,12 +396,7 @@ class Fit(Driver, TrainerRun):
             for part in (self._module, *parts):
                 add(Attributes(part, lambda: engine.versions, way_out, engine.versioned_tensors))
         calls = PieceCalls(
-            pieces,
-            layout,
-            self._generators,
-            driver=self,
-            context=context,
-            evaluates=self._evaluation.is_worth_it,
+            pieces, layout, self._generators, driver=self, context=context, evaluates=self._evaluation.is_worth_it
         )
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations

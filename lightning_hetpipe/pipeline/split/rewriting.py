@@ -29,14 +29,7 @@ from lightning_hetpipe.pipeline.split.regions import (
     TakenAs,
     mask_of,
 )
-from lightning_hetpipe.pipeline.split.unit_choice import (
-    HEAVY,
-    chosen_units,
-    followed,
-    groups_of,
-    input_of,
-    weight_of,
-)
+from lightning_hetpipe.pipeline.split.unit_choice import HEAVY, chosen_units, followed, groups_of, input_of, weight_of
 from lightning_hetpipe.planning.model.profile import LayerWidths
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts, ChannelLayout
 

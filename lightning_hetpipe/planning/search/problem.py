@@ -167,11 +167,7 @@ class PlanningProblem:
         return found
 
     def estimate(
-        self,
-        slots: Sequence[DeviceSlot],
-        splits: Sequence[int],
-        in_flight: int,
-        spread: bool = False,
+        self, slots: Sequence[DeviceSlot], splits: Sequence[int], in_flight: int, spread: bool = False
     ) -> Estimate:
         """Estimate stages on ``slots`` that start at the layers ``splits``, with ``spread`` those of a spread run.
 

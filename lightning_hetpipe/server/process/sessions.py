@@ -48,12 +48,7 @@ class Service:
     """
 
     def __init__(
-        self,
-        lease: float,
-        *,
-        longest_wait: float = 2.0,
-        gone: Mapping[int, int] | None = None,
-        note: Note = ignore,
+        self, lease: float, *, longest_wait: float = 2.0, gone: Mapping[int, int] | None = None, note: Note = ignore
     ) -> None:
         epoch = secrets.token_hex(8)
         self._longest_wait = min(longest_wait, lease / 3)  # a VW that waits is not heard

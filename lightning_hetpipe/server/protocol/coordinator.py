@@ -46,13 +46,7 @@ class Coordinator:
         note: Receives every decision about weights.
     """
 
-    def __init__(
-        self,
-        epoch: str,
-        lease: float,
-        gone: Mapping[int, int] | None = None,
-        note: Note = ignore,
-    ) -> None:
+    def __init__(self, epoch: str, lease: float, gone: Mapping[int, int] | None = None, note: Note = ignore) -> None:
         self.epoch = epoch
         self.phase = Phase.JOINING
         self.log: CommitLog | None = None

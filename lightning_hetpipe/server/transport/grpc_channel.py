@@ -75,12 +75,7 @@ class GrpcChannel:
         self._many = self._channel.stream_stream(f"/{SERVICE}/{MANY}")
 
     def call(
-        self,
-        method: str,
-        header: bytes,
-        body: Sequence[memoryview] = (),
-        into: Room = (),
-        timeout: float = TIMEOUT,
+        self, method: str, header: bytes, body: Sequence[memoryview] = (), into: Room = (), timeout: float = TIMEOUT
     ) -> bytes:
         timeout = min(timeout, LONGEST / 2)  # servers refuse longer deadlines
         deadline = time.monotonic() + timeout

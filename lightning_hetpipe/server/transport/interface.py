@@ -105,12 +105,7 @@ class Channel(Protocol):
     """Client side, with one channel per server. Several threads may use a channel at once."""
 
     def call(
-        self,
-        method: str,
-        header: bytes,
-        body: Sequence[memoryview] = (),
-        into: Room = (),
-        timeout: float = TIMEOUT,
+        self, method: str, header: bytes, body: Sequence[memoryview] = (), into: Room = (), timeout: float = TIMEOUT
     ) -> bytes:
         """Call the server's handler, and return the header of its reply.
 
