@@ -1,9 +1,9 @@
 """Side effects of a module's forward, and Python values outside the module that its forward reads.
 
-A graph has no side effects, and has frozen the values that were read. While the module runs, the names in the functions
-that it calls show which values they may read: globals, closures, defaults, class attributes, and attributes of other
-objects. After a change of one, the graph is compared with the module (``parity_check.py``), not refused. Attributes of
-the module itself are followed, or refused by name, when they change (``pieces.py``).
+A graph has no side effects, and has frozen the values that were read. Names in the functions that the module calls show
+which values they may read: globals, closures, defaults, class attributes, and attributes of other objects. If such a
+value has changed, the graph is compared with the module (``parity_check.py``). A change of the module's own attributes
+is followed, or refused by name (``pieces.py``).
 
 A module runs again to be traced, and to be compared with its graph. Changes beside its weights are then put back: of
 its attributes and buffers, of their contents, and of the frozen values. A change that it makes in each run is a side

@@ -131,7 +131,7 @@ def joined_by_buffer(graph: fx.Graph, module: nn.Module) -> tuple[str, list[str]
 
 
 def _runs(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
-    """Runs of nodes of one block, or of a part of one block, in order."""
+    """Return the runs of nodes of one block, or of a part of one block, in order."""
     blocks = dict(_blocks(module))
     found: list[LayerNodes] = []
     where: dict[fx.Node, LayerNodes] = {}

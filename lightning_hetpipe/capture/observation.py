@@ -352,5 +352,5 @@ def _saved_by(node: Any) -> Iterator[Tensor]:
 
 @cache
 def _names(kind: Any) -> list[str]:
-    """Attributes of nodes of this ``kind`` that hold saved tensors, as torch documents them."""
+    """Return the attributes of nodes of this ``kind`` that hold saved tensors, as torch documents them."""
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]

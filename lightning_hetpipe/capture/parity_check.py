@@ -1,8 +1,8 @@
 """Capture of a piece, and comparison of its graph with the module itself: both must give the very same values.
 
-They are compared on the watched call, and again when a graph may have fallen behind: after a change of frozen Python
-values, and for a new graph. They are also compared at minibatches 2, 4, 8, and so on, and at each epoch's first
-minibatch.
+They are compared on the watched call. They are compared again when a graph may have fallen behind: after a change of
+frozen Python values, and for a new graph. They are also compared at minibatches 2, 4, 8, and so on, and at each epoch's
+first minibatch.
 
 Values do not show what acts only in the backward pass. So gradients of the watched call are also compared, for equal
 gradients of the outputs. The module's gradients come from the call's autograd graph, which its loss keeps, so the

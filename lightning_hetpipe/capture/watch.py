@@ -371,7 +371,7 @@ def _in_custom_function() -> bool:
 
 
 def _now() -> float:
-    """Seconds of a clock, after everything that was started has been computed."""
+    """Return the seconds of a clock, after everything that was started has been computed."""
     if is_initialized():
         torch.accelerator.synchronize()
     return time.perf_counter()

@@ -29,10 +29,8 @@ _LENGTH = struct.Struct(">Q")
 SMALL = 1 << 16
 """Largest bytes of a tensor that is sent together with the text."""
 
-
 LONGEST = 1 << 30
 """Largest bytes of a message without its tensors. Graphs of large models take a few million."""
-
 
 CODE = PlainCode([*stage_messages.RECORDS, *orders.RECORDS])
 
@@ -112,9 +110,6 @@ class Wire:
             if fill(self._connection, memory):
                 return
         raise EOFError("the other process has ended")
-
-
-__all__ = ["CODE", "NotPlain", "Wire"]
 
 
 class HostConnection:

@@ -2,9 +2,9 @@
 
 Buffers are not stashed like weights but follow the forwards, in order of p. Forward p starts from what forward p - 1
 left. If a minibatch calls a piece several times, each call starts from what the call before left. Each of the last Nm
-minibatches keeps its own buffers. So version p can show observers what its last call left while later forwards have run
-already, and a backward finds the buffers that its forward used. To compute a forward again, its initial buffers are
-kept as long.
+minibatches keeps its own buffers. So version p can show observers what its last call left, although later forwards have
+run. A backward finds the buffers that its forward used. To compute a forward again, its initial buffers are kept as
+long.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     between tasks   Version (begin, publish), and buffers and gradients of a minibatch
 
 No message holds a lock, a queue, a thread, a live module or a minibatch. A carrier between threads adds the order of
-CUDA streams (:class:`Parcel`). Numbers name weights and layers: ``segment`` is
-a segment's index, and a weight's number is its place among all parameters of its stage.
+CUDA streams (:class:`Parcel`). ``segment`` is a segment's index. A weight's number is its place among all parameters of
+its stage.
 """
 
 from __future__ import annotations

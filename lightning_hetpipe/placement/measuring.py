@@ -1,6 +1,6 @@
 """Profile of the layers that a watched step has shown, measured once on each type of device and cached on disk.
 
-Emulated devices are not here: stages on a CPU take so long that they compare like these devices (:func:`slowed`).
+Stages on a CPU emulate devices that are not here: their times have the ratios of these devices (:func:`slowed`).
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _inputs(value: Value, times: int) -> list[tuple[tuple[int, ...], str]]:
 
 
 def _strides(tensor: torch.Tensor) -> str:
-    """Convolutions are faster or slower if channels come last."""
+    """Describe the order in memory: if channels come last, convolutions are faster or slower."""
     return str(tensor.stride() if tensor.layout is torch.strided else tensor.layout)
 
 

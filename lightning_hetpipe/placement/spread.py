@@ -148,7 +148,7 @@ class Overflow:
         return tensor.requires_grad and torch.is_grad_enabled()
 
     def _room(self, device: torch.device, new: Sequence[Tensor], owed: int) -> float:
-        """Bytes that ``device`` would have left with the ``new`` weights and the bytes that these still need."""
+        """Return the bytes that ``device`` would have left with the ``new`` weights and the bytes they still need."""
         if device not in self._limits:
             return math.inf
         coming = owed + sum(each.nbytes for each in new if each.device != device)

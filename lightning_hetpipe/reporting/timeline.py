@@ -33,7 +33,7 @@ from lightning_hetpipe.rules.schedule import (
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """Spans of one virtual worker, over time. A notebook shows it as :func:`reporting.plots.draw` draws it.
+    """Spans of one virtual worker, over time. A notebook shows it as ``plots.draw`` draws it.
 
     Attributes:
         spans: Spans by their start, in seconds since ``zero``. Spans of one row do not overlap. Rows are the stages,

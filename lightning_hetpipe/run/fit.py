@@ -1,9 +1,9 @@
 """One ``fit``: a run of Lightning's training loop.
 
 Its first minibatch runs on the live weights in Lightning's own thread, as in any other strategy. It shows which modules
-are pieces and what goes through their layers. After its gradients are there, and before the optimizer steps, the layers
-are measured and divided into stages, and the version that it used is stashed. From the next minibatch on,
-``training_step`` runs in the pipeline's runners. In a spread run, all minibatches run as the first one.
+are pieces and what goes through their layers. Before the optimizer steps on its gradients, the layers are measured and
+divided into stages, and the version that it used is stashed. From the next minibatch on, ``training_step`` runs in the
+pipeline's runners. In a spread run, all minibatches run as the first one.
 """
 
 from __future__ import annotations

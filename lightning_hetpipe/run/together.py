@@ -1,7 +1,7 @@
 """Virtual workers together: what comes at another minibatch for each of them is refused, or waits for a wave.
 
 If virtual workers have unequal shares, the intervals of virtual worker 0 count, in minibatches or steps. All cut after
-the same wave, in which virtual worker 0 reaches a multiple of the interval. If a virtual worker has come to its last
+one wave, in which virtual worker 0 reaches a multiple of the interval. If a virtual worker has come to its last
 minibatch by then, all cut after their last minibatches.
 
 Data on which nobody trains, because its virtual worker was lost in the middle of an epoch, is counted as missed.
@@ -310,7 +310,7 @@ class EpochShare(NamedTuple):
 
 class MissedData:
     """A count of the data on which lost virtual workers have not trained. A lost virtual worker has trained on its
-    waves since the epoch's last cut at which all came to one minibatch, or since the epoch's beginning."""
+    waves since the epoch's beginning, or since its last cut at which all came to one minibatch."""
 
     def __init__(self) -> None:
         self._shares: dict[int, EpochShare] = {}

@@ -1,6 +1,6 @@
 """Plan, stages and devices of this virtual worker, until it is decided which layers are on which stage.
 
-The settings ``stage_hosts`` and ``compile`` are checked here, too, because both need the devices of stages.
+The settings ``stage_hosts`` and ``compile`` are checked here, because both need the devices of stages.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class PlannedDevices:
         return replace(wanted, weights=tuple(policies), lr_correction=chosen.lr_correction, automatic=chosen)
 
     def asked(self, trained: L.LightningModule, precision: str, **own: Any) -> RunSettings:
-        """Make the settings of a run of the module ``trained``: those of devices, and the strategy's ``own``."""
+        """Make the settings of a run of the module ``trained``: settings of devices, and the strategy's ``own``."""
         found, plan = self.workers.find_hosts(), self.own_plan
         planner, rank = self._planner(trained, precision), self.workers.rank
         placement, hosts = planner.placement, self.workers.hosts if found is None else found.hosts

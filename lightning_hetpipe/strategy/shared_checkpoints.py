@@ -228,7 +228,7 @@ def add_states(
 def take_state(
     checkpoint: dict[str, Any], path: str | Path, index: int, size: int, resuming: bool = True
 ) -> list[Tensor]:
-    """Turn ``checkpoint`` into that of virtual worker ``index`` of ``size``, free other states, return ``rounded``.
+    """Turn ``checkpoint`` into the checkpoint of virtual worker ``index`` of ``size``, and return ``rounded``.
 
     With a warning, virtual worker 0's state stands in for a missing state, or for all if N has changed. ``rounded`` is
     empty unless training goes on (``resuming``). Raise SettingError if the state cannot be read.

@@ -1,4 +1,4 @@
-"""Virtual workers: the rank of this process, and how all virtual workers start, meet, share data, agree and end."""
+"""Virtual workers: their settings, this process's rank, and how all start, meet, share data, agree and end."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HeldTensors, HostMemory
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, local, remote
-from lightning_hetpipe.hosts.wire import CODE, NotPlain
+from lightning_hetpipe.hosts.wire import CODE
+from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.torch_private.tensors import exchange
 from tests.support.marks import explores

@@ -374,7 +374,7 @@ def _placed(
 
 
 def _nodes(worker: Estimate) -> list[int]:
-    """The node of each layer, and last the node of modules beside the layers."""
+    """Return the node of each layer, and last the node of modules beside the layers."""
     found = [stage.slot.node for stage in worker.stages for _ in range(stage.first, stage.last + 1)]
     return [*found, found[-1]]
 

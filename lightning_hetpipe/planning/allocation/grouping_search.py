@@ -179,7 +179,7 @@ class _GroupingSearch:
             blocks = [tuple(sorted(one + other)) for one, other in zip(blocks[:half], rest, strict=True)]
 
     def _parts(self, nodes: Sequence[int]) -> list[int]:
-        """Numbers of virtual workers that share the devices of ``nodes`` about equally."""
+        """Return the numbers of virtual workers that share the devices of ``nodes`` about equally."""
         counts = {len(self._devices[node]) for node in nodes}
         return sorted({parts for count in counts for parts in range(1, count + 1) if count % parts == 0})
 
@@ -209,7 +209,7 @@ class _GroupingSearch:
                 return
 
     def _changes(self, division: Blocks) -> list[Blocks]:
-        """Divisions that differ by one change. Of equivalent changes, only one is returned."""
+        """Return the divisions that differ by one change. Of equivalent changes, return only one."""
         found: dict[tuple[object, ...], Blocks] = {}
 
         def add(gone: Sequence[NodeBlock], new: Sequence[NodeBlock]) -> None:
@@ -239,13 +239,13 @@ class _GroupingSearch:
         return tuple(sorted(blocks, key=lambda block: block.nodes))
 
     def _value(self, division: Blocks) -> float:
-        """Minibatches per second without synchronisation."""
+        """Return the minibatches per second without synchronisation."""
         if division not in self._values:
             self._values[division] = self._together(division, self._rate)
         return self._values[division]
 
     def _optimistic(self, division: Blocks) -> float:
-        """Upper bound of :meth:`_value`, in which unplanned groups are as fast as their devices together."""
+        """Return an upper bound of :meth:`_value`: unplanned groups are as fast as their devices together."""
         return self._together(division, self._hope)
 
     def _together(self, division: Blocks, rate: Callable[[Group, int], float]) -> float:

@@ -10,9 +10,9 @@ binary search over all possible times, since more channels never take less time.
 
 Memory: The first device has all that an undivided stage has. If it computes a part of a run, it also assembles the
 run's whole output beside its part, and the gradients. Its part of weights that are divided by rows is a copy in each
-version. For each minibatch that the stage holds, another device has the whole inputs of its runs, and its part of
-everything else that these runs keep. It also has its part of each version of the weights. While it computes, it has the
-gradients of a run's input, of its part of the weights, and of what the run's largest layer keeps.
+version. For each minibatch that the stage holds, another device has the whole inputs of its runs. It has its part of
+everything else that these runs keep, and of each version of the weights. While it computes, it has the gradients of a
+run's input, of its part of the weights, and of what the run's largest layer keeps.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _runs(profile: Profile) -> list[list[int]]:
 
 
 def _units(profile: Profile, layers: Sequence[int]) -> int:
-    """Largest number of units into which all of ``layers`` can be divided, limited by :data:`MOST_UNITS`."""
+    """Return the largest number of units into which all of ``layers`` can be divided, up to :data:`MOST_UNITS`."""
     return min((MOST_UNITS, *(units for layer in layers for units in profile.widths[layer].units.values())))
 
 
@@ -182,7 +182,7 @@ class _DividedRun:
         return max(own[count] for own, count in zip(self.seconds, counts, strict=True))
 
     def times(self, counts: Sequence[int]) -> list[Times]:
-        """Times of each layer on the slowest device, with transfers in the first and last layer.
+        """Return the times of each layer on the slowest device, with transfers in the first and last layer.
 
         Updates run on the first device, which has the weights.
         """

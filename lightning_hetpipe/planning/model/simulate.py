@@ -186,7 +186,7 @@ class Simulation:
         return [StageLoad(code // base // 2, code % base, code // base % 2) for code in codes.tolist()]
 
     def _changes(self, stage: int) -> tuple[NDArray[Any], ...]:
-        """Times at which the load of ``stage`` changes, and the minibatches held, waiting and computed from then on."""
+        """Return when the load of ``stage`` changes, and the minibatches held, waiting and computed after that."""
         _, works, numbers, _, ends, forwarded = zip(*self._by_stage[stage], strict=True)
         backward, forward = (np.array([work is each for work in works]) for each in (Work.BACKWARD, Work.FORWARD))
         minibatch, count = np.array(numbers), len(works)

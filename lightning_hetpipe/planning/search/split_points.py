@@ -1,8 +1,7 @@
 """Divisions of the layers that need no search: the split points of given stages, and the plan of a spread run.
 
-The slowest stage is as fast as possible: :func:`partition` splits for equal devices, :func:`partition_within` also
-within their memory, :func:`split_points_in_order` for given devices, and :func:`best_split_points` for stages of any
-costs.
+The slowest stage is as fast as possible. :func:`partition` splits for equal devices, :func:`partition_within` also
+within their memory. :func:`split_points_in_order` splits for given devices, :func:`best_split_points` for any costs.
 
 A spread run itself divides the model by the bytes of its weights, so :func:`spread_plan` follows it. Frozen weights
 count less. If activations fill a device, its later weights go to the next device, as in the run
@@ -118,7 +117,7 @@ def spread_plan(problem: PlanningProblem) -> Estimate:
 
 
 def _slots(problem: PlanningProblem) -> list[DeviceSlot]:
-    """Devices in their order: all, or the first of equal ones, or those with the most memory."""
+    """Return the devices in their order: all, or the first of equal devices, or the devices with the most memory."""
     slots = list(problem.slots)
     if problem.stages in (None, len(slots)):
         return slots
@@ -166,7 +165,7 @@ def divided(sizes: Sequence[float], room: Sequence[float]) -> list[int]:
     ends = [0, *accumulate(sizes)]
 
     def stages(share: float) -> list[int]:
-        """End of each stage if each takes as much as it may."""
+        """Return the end of each stage if each takes as much as it may."""
         found = [0]
         for each in room:
             found.append(max(found[-1], bisect_left(ends, ends[found[-1]] + share * each + 0.5) - 1))

@@ -1,8 +1,8 @@
 """Values that minibatches, or batches of an evaluation, share or hand on to the next, reached from the module.
 
-Each minibatch has its own attributes, and its own contents of what they hold (``module_attributes.py``). Values that
-lie deeper have one state for all minibatches: an object in a dict in a list, an attribute of a submodule, a view of
-another tensor's memory. A step that changes such a value is refused by name.
+Each minibatch has its own attributes, and its own contents of what they hold (``module_attributes.py``). Deeper values
+have one state for all minibatches: an object in a dict in a list, an attribute of a submodule, a view of another
+tensor's memory. A step that changes such a value is refused by name.
 
 In training, a step is also refused if it reads what the step before sets after a later call of a pipelined module. An
 evaluation notices on its first batch what batches hand on, and then runs them one by one, as in a plain run.

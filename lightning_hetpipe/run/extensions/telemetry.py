@@ -108,8 +108,8 @@ class Pace(Extension):
     """A measurement of an epoch without its first minibatch, which fills the pipeline or is watched.
 
     Minibatches in flight go on while Lightning's thread pauses (waits for others, evaluates, saves). So a pause costs
-    only the time in which nothing moved, and the time in which the pipeline fills again: from the end of the last
-    minibatch in flight to the end of the first one after it. That minibatch is not counted either.
+    only the time in which nothing moved, and the time in which the pipeline fills again. It is full at the end of the
+    first minibatch that was not in flight. That minibatch is not counted either.
 
     ``in_flight`` returns the minibatches in flight, ``now`` the time in seconds.
     """

@@ -95,35 +95,6 @@ class _Descriptor:
             watcher.sets(self._name)
 
 
-_FILLING: dict[type, set[str]] = {
-    list: {"append", "extend"},
-    deque: {"append", "extend"},
-    set: {"add", "update"},
-    dict: {"update"},
-}
-"""Methods that add to a container, whatever it holds, and return nothing."""
-
-
-_OURS = __name__.rpartition(".")[0]
-_NO_WORK = frozenset({"CACHE", "EXTENDED_ARG"})
-
-
-def fills(container: Any) -> bool:
-    """Return True if the user's code, which gets ``container`` now, only adds something to it."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals["__name__"].startswith(_OURS):
-        frame = frame.f_back
-    return frame is not None and _method_of(frame.f_code, frame.f_lasti) in _FILLING.get(type(container), ())
-
-
-@cache
-def _method_of(code: CodeType, offset: int) -> str | None:
-    """Return the name of the method that ``code`` takes from the value of its instruction at ``offset``."""
-    after = (each for each in dis.get_instructions(code) if each.offset > offset and each.opname not in _NO_WORK)
-    found = next(after, None)
-    return found.argval if found is not None and found.opname in ("LOAD_METHOD", "LOAD_ATTR") else None
-
-
 class WatchedAttributes:
     """The attributes of ``module`` that ``watcher`` watches, without methods and properties."""
 
@@ -176,6 +147,16 @@ _COPIED: dict[type, Callable[[Any], Any]] = {
 }
 """Functions that copy the contents of a container, by its class."""
 
+_FILLING: dict[type, set[str]] = {
+    list: {"append", "extend"},
+    deque: {"append", "extend"},
+    set: {"add", "update"},
+    dict: {"update"},
+}
+"""Methods that add to a container, whatever it holds, and return nothing."""
+
+_OURS = __name__.rpartition(".")[0]
+_NO_WORK = frozenset({"CACHE", "EXTENDED_ARG"})
 _OBJECTS = frozenset({"types", "argparse"})
 _NOT_USERS = (sys.stdlib_module_names | {"torch", "lightning", "torchmetrics", "numpy", "lightning_hetpipe"}) - _OBJECTS
 _NO_STATE = nn.Module | Tensor | type | ModuleType | FunctionType | torch.Generator
@@ -189,6 +170,22 @@ def is_container(value: Any) -> bool:
     if isinstance(value, _NO_STATE) or kind.__module__.partition(".")[0] in _NOT_USERS:
         return False
     return type(getattr(value, "__dict__", None)) is dict or kind is SimpleNamespace
+
+
+def fills(container: Any) -> bool:
+    """Return True if the user's code, which gets ``container`` now, only adds something to it."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals["__name__"].startswith(_OURS):
+        frame = frame.f_back
+    return frame is not None and _method_of(frame.f_code, frame.f_lasti) in _FILLING.get(type(container), ())
+
+
+@cache
+def _method_of(code: CodeType, offset: int) -> str | None:
+    """Return the name of the method that ``code`` takes from the value of its instruction at ``offset``."""
+    after = (each for each in dis.get_instructions(code) if each.offset > offset and each.opname not in _NO_WORK)
+    found = next(after, None)
+    return found.argval if found is not None and found.opname in ("LOAD_METHOD", "LOAD_ATTR") else None
 
 
 def taken(container: Any) -> Any:

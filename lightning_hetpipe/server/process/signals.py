@@ -1,4 +1,4 @@
-"""Children of processes, and their signals: those that end a server, and the kernel's that a parent has ended.
+"""Child processes, their start and their end: signals that end a server, and the signal that a parent has ended.
 
 Linux sends a child a chosen signal when the *thread* that forked it ends (PR_SET_PDEATHSIG). A child needs this signal
 for the seconds in which it imports and cannot watch its parent yet. So that thread must live until the child ends, or

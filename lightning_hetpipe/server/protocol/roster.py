@@ -154,7 +154,7 @@ CIRCLE = (
 
 class DeadlockDetector:
     """Last waiting request of each VW, to find VWs that wait for each other in a circle. A deadlock arises if a program
-    calls a collective (a gather) at different minibatches: one VW waits in the gather for another VW, which waits for
+    calls a collective (a gather) at different minibatches. One VW waits in the gather for another VW, which waits for
     the first VW's wave."""
 
     def __init__(self) -> None:
