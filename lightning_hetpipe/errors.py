@@ -84,7 +84,7 @@ class VirtualWorkerLost(RuntimeError):
 
 
 class Discarded(BaseException):
-    """Raised in the thread of a minibatch whose look-ahead is discarded, so that its ``training_step`` unwinds.
+    """Error in the thread of a minibatch whose look-ahead is discarded, so that its ``training_step`` unwinds.
 
     A ``BaseException``, because a user's ``except Exception`` must not keep a discarded minibatch alive.
     """

@@ -245,7 +245,7 @@ class CheckedRecord:
 
 
 class _Misfit(Exception):
-    """A hint does not allow a value."""
+    """Error that a hint does not allow a value."""
 
 
 def check(path: str, value: Any, hint: Any, style: Style = PYTHON, *, secret: bool = False) -> Any:

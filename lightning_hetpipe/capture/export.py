@@ -195,7 +195,7 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _without_labels(kwargs: Mapping[str, Any]) -> str:
-    """Way out for a model that computes its loss, as models of Hugging Face do if they are given labels."""
+    """Return the way out for a model that computes its loss if it is given labels, as models of Hugging Face do."""
     if kwargs.get("labels") is None:
         return ""
     return "if that is in its loss, call it without labels, and compute the loss in training_step; else "

@@ -42,7 +42,7 @@ SERVER = ConsoleScript(
 HOST = ConsoleScript("hetpipe-host", ("security",), {"address": Annotated[str, _ADDRESS.format(7071)]})
 
 Ready = Callable[[str], None]
-"""Is called with the address that is being served."""
+"""Function that is called with the address that is being served."""
 
 _COMMANDS = ("serve", STATUS)
 

@@ -44,7 +44,7 @@ _NO_CERTIFICATE = "it shows no certificate: it is another program, or was starte
 
 
 class Refused(Exception):
-    """The other end does not let this process in, for the reason in the message."""
+    """Error that the other end does not let this process in, for the reason in the message."""
 
 
 class SecuredSocket:

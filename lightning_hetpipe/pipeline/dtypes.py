@@ -74,7 +74,11 @@ class _Opened:
 
 _ALWAYS = {torch.empty, torch.eye, torch.linspace, torch.logspace, torch.ones, torch.rand, torch.randn, torch.zeros}
 _ALWAYS |= {torch.hann_window, torch.hamming_window, torch.bartlett_window, torch.blackman_window, torch.kaiser_window}
+"""Functions whose results have the default dtype if no dtype is named."""
+
 _BY_VALUE = {torch.arange, torch.as_tensor, torch.full, torch.scalar_tensor, torch.tensor}
+"""Functions whose results have the default dtype if a given number is a float, and no dtype is named."""
+
 _CONVERSIONS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
 _CONDITION: dict[Any, int] = {torch.where: 0, Tensor.where: 1}  # the place of the argument that stays a bool
 

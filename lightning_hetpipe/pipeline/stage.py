@@ -488,8 +488,7 @@ class Stage:
 
     @contextmanager
     def _alone(self, layers: str, minibatch: int) -> Iterator[None]:
-        """Context manager in which torch may compile ``layers``
-        (:mod:`~lightning_hetpipe.pipeline.compilation`)."""
+        """Context manager in which torch may compile ``layers`` (:mod:`~lightning_hetpipe.pipeline.compilation`)."""
         with self._exclusively(minibatch, f"stage {self.index}, which is to compile {layers},"):
             self._compiles, started = True, time.perf_counter()
             try:

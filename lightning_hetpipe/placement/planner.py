@@ -219,7 +219,7 @@ class Planner:
         return decision if stages > 1 else replace(decision, explanation=())
 
     def _most_in_flight(self, stages: int) -> int:
-        """Largest useful Nm for ``stages`` that the weight policy allows."""
+        """Return the largest useful Nm for ``stages`` that the weight policy allows."""
         return Versions(self.weights, stages + 1 if stages > 1 else 1, self.every).most_in_flight
 
     def _within_memory(self, decision: Decision, seconds: Sequence[float], profiling: ProfilingInput) -> Decision:

@@ -185,7 +185,7 @@ def _of_steps(versions: Versions) -> int:
 
 
 def _of_predictions(versions: Versions) -> int:
-    """Number of different predictions: one comes with each window, and another Nm - 1 minibatches later."""
+    """Return the number of different predictions: one comes with each window, and one Nm - 1 minibatches later."""
     windows, left = divmod(versions.in_flight - 1, versions.every)
     return 2 * (1 + windows) + (versions.every - left < left) if left else 1 + windows
 

@@ -176,6 +176,8 @@ def _one_by_one(lengths: list[int], rates: Sequence[float]) -> Iterator[tuple[li
 
 
 PLACEMENTS = ("size", "round_robin", "local")
+"""Rules by which servers hold parameters (:func:`place_parameters`)."""
+
 CANDIDATES = ("size", "local")
 """Placements among which a plan chooses. "round_robin" is left out, because it is never better than "size"."""
 

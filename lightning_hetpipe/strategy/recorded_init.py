@@ -293,7 +293,7 @@ def _on_host(value: Any) -> Any:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Puts uninitialised tensors on meta, and lets ``construction`` record torch's functions that skip meta."""
+    """Mode that puts uninitialised tensors on meta, and lets ``construction`` record functions that skip meta."""
 
     def __init__(self, construction: _Construction) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ If torch does not have a name:
 - ``_is_compiling_flag``, ``_is_exporting_flag``, ``_is_make_fx_tracing``, ``_meta_registrations``,
   ``_meta_grouped_mm_common``: nothing is hidden from modules while they are traced. Some are traced in operators that
   they do not call otherwise, whose last bits may differ, and no error says so.
-- ``_create_grouped_mm_output_tensor``: the same holds for modules that call ``grouped_mm``.
+- ``_create_grouped_mm_output_tensor``: as above, for modules that call ``grouped_mm``.
 - ``_transformer_encoder_layer_fwd``: this module cannot be imported. ``_C``: each capture fails.
 - ``_codegen``, and ``_replace`` of its named tuple: each capture fails.
 - ``_schema``: each division of a graph into layers fails.
@@ -104,7 +104,7 @@ def _encoder_layer_shape(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _grouped_mm_shape(first: Tensor, second: Tensor, *, offs: Tensor | None, out_dtype: Any, **_: Any) -> Any:
-    """Shape and dtype of ``torch.nn.functional.grouped_mm``, which torch gives to tracing for bfloat16 only."""
+    """Return the shape and dtype of ``grouped_mm``, which torch gives to tracing for bfloat16 only."""
     create: Any = torch._meta_registrations._create_grouped_mm_output_tensor
     return create(first, second, offs, out_dtype)
 
@@ -152,7 +152,7 @@ def arguments_of(operator: torch._ops.OpOverload) -> list[tuple[str, bool, bool]
 def written_and_viewed(
     operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the argument nodes that ``operator`` changes in place, and those whose memory its output may share.
+    """Return the argument nodes that ``operator`` changes in place, and the nodes whose memory its output may share.
 
     Two facts are missing in schemas: batch and instance norm change their statistics, and dropout may return its input.
     """

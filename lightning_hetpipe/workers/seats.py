@@ -319,8 +319,8 @@ class Seats:
         return {each["vw"]: each["incarnation"] for each in members if asked.get(str(each["vw"])) == STATE}
 
     def offer(self, vws: Mapping[int, int], checkpoint: Path, check: Callable[[], None]) -> None:
-        """On virtual worker 0: give the state to ``vws``, and wait for one lease at most until all of them ask for
-        seats. ``vws`` have incarnations, because a later process of a virtual worker waits for another cut. An empty
+        """Give ``vws`` the state, on virtual worker 0, and wait for one lease at most until all of them ask for seats.
+        ``vws`` have incarnations, because a later process of a virtual worker waits for another cut. An empty
         ``checkpoint``, left by a full disk, is not given."""
         if self._launch is None or not checkpoint.stat().st_size:
             return
@@ -333,6 +333,6 @@ class Seats:
             again.wait(_AGAIN)
 
     def withdraw(self) -> None:
-        """On virtual worker 0: end the offer of :meth:`offer`."""
+        """End the offer of :meth:`offer`, on virtual worker 0."""
         if self._launch is not None:
             self._launch.kept.leave(STATE, None)

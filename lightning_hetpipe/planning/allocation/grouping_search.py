@@ -231,7 +231,7 @@ class _GroupingSearch:
         return [*found.values()]
 
     def _alike(self, block: NodeBlock) -> Alike:
-        """Key that blocks of equal nodes share."""
+        """Return a key that blocks of equal nodes share."""
         return block.parts, tuple(sorted(self._kind[node] for node in block.nodes))
 
     @staticmethod
@@ -264,13 +264,13 @@ class _GroupingSearch:
         return self._numbers.setdefault(self._allocator.plans.kinds(group), len(self._numbers))
 
     def _hope(self, group: Group, number: int) -> float:
-        """Minibatches per second of one virtual worker, or an upper bound if it is not planned yet."""
+        """Return the minibatches per second of one virtual worker, or an upper bound if it is not planned yet."""
         if number in self._rates:
             return self._rates[number]
         return 0.0 if len(group) > self._longest else sum(map(self._allocator.speed, group))
 
     def _rate(self, group: Group, number: int) -> float:
-        """Minibatches per second of one virtual worker. 0 if it does not hold the model or takes too long to plan."""
+        """Return minibatches per second, or 0 if ``group`` does not hold the model or takes too long to plan."""
         if number not in self._rates:
             if len(group) > self._longest or len(self._rates) >= PLANS:
                 return 0.0

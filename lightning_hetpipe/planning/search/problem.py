@@ -84,7 +84,7 @@ class PlanningProblem:
         return self.spread and ((self.stages or len(self.slots)) == 1 or not self.recompute)
 
     def versions(self, in_flight: int) -> Versions:
-        """Weight versions that minibatches use at Nm = ``in_flight``."""
+        """Return the weight versions that minibatches use at Nm = ``in_flight``."""
         return Versions(self.weights, in_flight, self.every)
 
     @cached_property
@@ -169,7 +169,7 @@ class PlanningProblem:
     def estimate(
         self, slots: Sequence[DeviceSlot], splits: Sequence[int], in_flight: int, spread: bool = False
     ) -> Estimate:
-        """Estimate stages on ``slots`` that start at the layers ``splits``, with ``spread`` those of a spread run.
+        """Estimate stages on ``slots`` that start at the layers ``splits``, with ``spread`` stages of a spread run.
 
         Raises:
             SettingError: if the profile has no times of a device.

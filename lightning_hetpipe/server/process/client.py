@@ -33,7 +33,7 @@ News = TypeVar("News", messages.Departed, messages.Lost)
 
 
 class NotJoined(ServersSilent):
-    """The VWs ``missing`` have not joined within ``join_timeout``."""
+    """Error that the VWs ``missing`` have not joined within ``join_timeout``."""
 
     def __init__(self, message: str, missing: Sequence[int]) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class Client:
         signature: Settings that must be equal on all VWs. Its parameters have the order of ``weights`` and ``update``.
         placement: For each server, the indices of its parameters.
         vw: i.
-        incarnation: Larger than that of any earlier process of this VW.
+        incarnation: Larger than the incarnation of any earlier process of this VW.
         lease: Seconds, equal to the servers' lease. A lease has three heartbeats.
         timeout: Seconds for which servers may be unreachable, and for one request. May be changed.
         longest_wait: Seconds to wait for other VWs while they live. May be changed.
