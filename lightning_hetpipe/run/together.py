@@ -1,4 +1,4 @@
-"""Virtual workers together: what comes at another minibatch for each of them is refused, or waits for a wave.
+"""Waits of virtual workers for each other that come at other minibatches on each: refused, or due at ends of waves.
 
 If virtual workers have unequal shares, the intervals of virtual worker 0 count, in minibatches or steps. All cut after
 one wave, in which virtual worker 0 reaches a multiple of the interval. If a virtual worker has come to its last
