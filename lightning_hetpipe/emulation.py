@@ -25,7 +25,6 @@ Sleeping ends a little late, so without this correction a stage would be too slo
 timers (something held the CPU or the GIL), and stays.
 """
 
-
 _LOCK = threading.Lock()
 """Held for a moment while stages take turns on a device. It is no attribute, so that a strategy can be copied."""
 

@@ -299,7 +299,6 @@ def is_plain(hint: Any) -> bool:
 _NOUNS = {int: "a whole number", float: "a number", str: "text"}
 _PLAIN = {*_NOUNS, bool, NoneType}
 
-
 Parts = tuple[list[tuple[Any, Any]], tuple[Any, ...]]
 _known: dict[int, tuple[Any, Parts]] = {}
 """Cache of hints and their parts by the hint's ``id``, because some hints have no hash."""

@@ -1,10 +1,10 @@
 """Grouping of the nodes of a captured graph into layers.
 
-A layer is a run of nodes of one *block*: a submodule with weights that holds no list of further blocks, such as one
-layer of a transformer. A user's block in an ``nn.Sequential``, such as a residual block, is split further: its children
-with weights are layers, each with what the block computes after it. Nodes between blocks go with the block before. If
-the whole module is an ``nn.Sequential``, each of its children is a block, with or without weights, as if stages ran
-these children.
+A layer is a run of nodes of one *block*. A block is a submodule with weights that holds no list of further blocks, such
+as one layer of a transformer. A user's block in an ``nn.Sequential``, such as a residual block, is split further. Its
+children with weights are layers, each with what the block computes after it. Nodes between blocks go with the block
+before. If the whole module is an ``nn.Sequential``, each of its children is a block, with or without weights, as if
+stages ran these children.
 
 Runs are joined if a later run would change a value (or a view) of an earlier run in place. Such a value may not cross a
 split point.

@@ -1,8 +1,8 @@
 """Attribution of errors: find the setting that caused a job's error, and phrase the error in the configuration's words.
 
 The error's class and the place where it was raised decide whether a setting is at fault. Texts of other packages are
-read only for names that stand nowhere else: a setting of Lightning's, a keyword that a function refuses, and a class
-that torch does not load from a checkpoint.
+read only for names that stand nowhere else. These are a setting of Lightning's, a keyword that a function refuses, and
+a class that torch does not load from a checkpoint.
 """
 
 from __future__ import annotations

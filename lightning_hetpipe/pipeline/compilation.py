@@ -224,7 +224,6 @@ def compiler_reason(error: BaseException) -> str:
 
 _CONTEXT = "Developer debug context:"
 
-
 Exclusively = Callable[[int, str], AbstractContextManager[None]]
 """Given a minibatch's number and who asks, opens a context without user code or computations in other threads."""
 

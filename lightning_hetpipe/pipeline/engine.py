@@ -53,8 +53,8 @@ JOIN_SECONDS = 5.0
 class Engine:
     """One virtual worker's pipeline, with up to Nm minibatches in flight, each in a runner's thread.
 
-    In an evaluation, its stages run forwards on the live layers, which do not change meanwhile: nothing is copied,
-    published or shown, and user code calls pieces as often as it likes, in any order.
+    In an evaluation, its stages run forwards on the live layers, which do not change meanwhile. Nothing is copied,
+    published or shown. User code calls pieces as often as it likes, in any order.
 
     ``following`` and ``preceding`` have the next and the previous segment in its piece for each segment, or None.
 

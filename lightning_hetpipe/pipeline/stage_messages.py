@@ -185,7 +185,6 @@ class Parcel(NamedTuple):
 Done = Callable[[Result, StreamEvent | None], None]
 """Takes a result, and the event behind which it is computed."""
 
-
 RECORDS: Sequence[type[Any]] = (
     Forward,
     Backward,

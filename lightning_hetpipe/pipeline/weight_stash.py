@@ -1,10 +1,10 @@
 """The live layers of a stage, and the stage's versions of their weights (law L1).
 
-A version is tensors. The layers themselves exist once for each stage, as a copy of the live layers, and a pass binds
-the tensors of its version to their parameters. Version buffers are allocated once. There are as many as the weight
-policy needs if only optimizer steps change weights. Publishing a version copies the live weights into a free buffer in
-one fused call, if any minibatch will use them, and moves predicted weights on. A version with unchanged weights shares
-its predecessor's buffer, if that is moved on by as many steps.
+A version is tensors. A stage has one copy of the live layers. A pass binds the tensors of its version to their
+parameters. Version buffers are allocated once. There are as many as the weight policy needs if only optimizer steps
+change weights. If a minibatch will use a version, publishing it copies the live weights into a free buffer, in one
+fused call. Predicted weights are moved on. A version with unchanged weights shares its predecessor's buffer, if that is
+moved on by as many steps.
 
 Frozen weights exist once for all versions, beside the live ones: no version writes to this copy. If anything but an
 optimizer changes a frozen weight (a callback that averages, for example), later versions share a new copy.
@@ -14,9 +14,9 @@ an RNN's list of its weights, a plain list, or the graph of a forward whose back
 therefore binds its forward's version again. It takes 0.16 us for each parameter (*measured*), a hundredth of a layer's
 time. A stage with Nm = 1 never binds anything.
 
-Some layers have tensors that ``torch.nn.utils`` computes before each forward (pruned weights, old weight or spectral
-norm), in a hook, from ``weight_orig`` and similar parameters (law L9). Stages compute them on their copies, or in a
-graph. Observers of the live layers, such as Lightning's ModelPruning, expect to find there what the last forward left.
+Before each forward, hooks of ``torch.nn.utils`` compute tensors of some layers (pruned weights, old weight or spectral
+norm) from ``weight_orig`` and similar parameters (law L9). Stages compute them on their copies, or in a graph.
+Observers of the live layers, such as Lightning's ModelPruning, expect to find there what the last forward left.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ THIN = 0.004
 POINTS = 200
 """Number of points of a utilisation curve."""
 
-
 IDLE_COLOUR = "#EEEEEE"
 """Colour of a device without a stage."""
 

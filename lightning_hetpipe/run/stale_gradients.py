@@ -37,7 +37,6 @@ AVERAGED = 0.5
 MEASURED = (SGD, RMSprop, Adam, Adamax, NAdam, RAdam, Muon, Rprop)
 """Optimizers that were seen to learn no worse from predicted weights. Rprop learns nothing from stashed ones."""
 
-
 DOWN = Context(prec=1, rounding=ROUND_DOWN)
 """Rounding of the rate in the warning: a user who sets that rate gets no further warning."""
 

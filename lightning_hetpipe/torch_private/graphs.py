@@ -119,14 +119,11 @@ def _has_torch_function(values: Iterable[Any]) -> bool:
 OperatorOverload = torch._ops.OpOverload
 """One operator of torch, as graphs call it."""
 
-
 READ_VALUE = torch.ops.aten._local_scalar_dense.default
 """Operator by which Python reads the value of a tensor."""
 
-
 ASSERTS_METADATA = torch.ops.aten._assert_tensor_metadata.default
 """Operator by which a graph asserts that a tensor has the dtype and device of tracing."""
-
 
 HigherOrderOperator = torch._ops.HigherOrderOperator
 """Operator that takes a region of the graph."""

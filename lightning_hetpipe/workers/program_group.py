@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 LAUNCH, FIT = "talk", "fit"
 """Kinds of sessions: sessions of the launch, without shared weights, and sessions of a fit."""
 
-
 _sessions = {LAUNCH: 0, FIT: 0}
 """Number of sessions of the launch so far, by kind. All its processes run one program, so they count alike."""
 

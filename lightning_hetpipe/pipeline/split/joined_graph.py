@@ -1,8 +1,8 @@
 """Graph of a whole segment: the graphs of its layers in sequence, with operators that members can divide.
 
-An operator that writes into a fresh value without other readers is replaced by an operator that returns a new value: a
-group's members hold parts of it. Buffers, inputs and values with views are still written in place. Attention with
-dropout is replaced by its steps, because only a dropout of its own can draw the mask of the unsplit tensor.
+If an operator writes into a fresh value without other readers, an operator that returns a new value replaces it. A
+group's members hold parts of the new value. Buffers, inputs and values with views are still written in place. Attention
+with dropout is replaced by its steps, because only a dropout of its own can draw the mask of the unsplit tensor.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ class DeviceGroup:
 
 _ORDINALS = {0: "first", 1: "second", 2: "third"}
 
-
 _Posted = tuple[Job, StreamEvent | None, Sequence[Tensor]]
 """A job for a member, the event behind which its arguments are computed, and their tensors of other streams."""
 

@@ -44,7 +44,6 @@ GLANCE = 100
 UPHILL = 1.0005
 """Smallest factor of throughput that is worth a change."""
 
-
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The kind of each stage's device, and its first layer."""
 

@@ -26,7 +26,6 @@ WAVES = 6
 MINIBATCHES = 48
 """Smallest number of simulated minibatches."""
 
-
 Seen: TypeAlias = tuple[StageLoad, int, int]
 """Load of stages other than the last one that start between two boundaries, both inclusive."""
 
