@@ -62,7 +62,7 @@ def _setting_of(part: str, name: str) -> property:
 
 
 class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
-    """Trains one LightningModule as a pipeline over devices that need not match, exactly.
+    """Strategy that trains one LightningModule as a pipeline over devices that need not match, exactly.
 
     Minibatch p computes its loss and its gradients on the weights after minibatch p - Nm, on every stage (HetPipe, Park
     et al., USENIX ATC 2020, section 4: weight stashing). A run is deterministic, whatever the threads' timing.
@@ -71,39 +71,40 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         stages: k, the number of stages. "auto" makes one stage for each device. If devices differ, it uses the devices
             that make the run faster. On a CPU there may be more stages than devices. A list is for each virtual worker
             of a node, or of all nodes.
-        in_flight: Nm, minibatches in the pipeline at once. "auto" takes k + 1, and 1 for one stage; with weights="2bw"
-            at most ``accumulate_grad_batches``; if devices differ, what is planned (docs/planning.md#what-it-decides).
-            Each stage holds Nm copies of its trained weights. Gradients are up to Nm - 1 steps stale, which asks for
-            lower learning rates (docs/staleness.md).
+        in_flight: Nm, minibatches in the pipeline at once. "auto" takes k + 1, and 1 for one stage. With weights="2bw"
+            it takes at most ``accumulate_grad_batches``. If devices differ, it takes what is planned
+            (docs/planning.md#what-it-decides). Each stage holds Nm copies of its trained weights. Gradients are up to
+            Nm - 1 steps stale, which asks for lower learning rates (docs/staleness.md).
         virtual_workers: Virtual workers on each machine (docs/virtual-workers.md). Each is a process, which ``fit``
-            starts. The machine's devices are divided among them in order. Leave it out if torchrun, SLURM or the like
-            starts the processes. A pair is the number with which a run begins, on all machines, and the largest number:
-            others come, go and come back between epochs (docs/virtual-workers.md#a-minimum-and-a-maximum).
+            starts. The machine's devices are divided among them in order. Leave it out if an external launcher
+            (torchrun, SLURM) starts the processes. A pair is the number on all machines with which a run begins, and
+            the largest number. Virtual workers come, go and come back between epochs
+            (docs/virtual-workers.md#a-minimum-and-a-maximum).
         weights: Weight policy: the weights that a minibatch in flight computes on (docs/staleness.md#weight-policies).
             "auto" predicts weights if there is a rule for the optimizer and room for the prediction, and stashes
             otherwise. A line at the start of a fit names the choice.
-        module: Modules to pipeline; by default all modules with trainable parameters that ``training_step`` calls.
+        module: Modules to pipeline, by default all modules with trainable parameters that ``training_step`` calls.
         plan: Plan to follow (docs/planning.md), as ``hetpipe-plan`` saves it: its stages on its devices, its number in
-            flight and its weight policy; and its virtual workers, with their clock distance, waves and placement of
+            flight, its weight policy and its virtual workers. It gives their clock distance, waves and placement of
             parameters, unless the WSPCallback sets them. If the plan has several machines, start one command on each
             machine: ``NODE_RANK=0`` on the node of virtual worker 0's last stage, then by the order of virtual workers.
             Without a plan, if devices differ, a fit measures the layers and plans the order of devices, the split
             points, k and Nm. Of these only Nm changes results (law L1). Measurements are kept on disk, so that later
-            runs decide alike; ``in_flight`` or ``plan`` fixes Nm.
+            runs decide alike. ``in_flight`` or ``plan`` fixes Nm.
         cluster: Devices by name, with their memory, speeds and links. On a CPU, devices that are not here are
-            *emulated*: a stage takes as long as it would there. Several virtual workers need a ``plan`` as well, and
-            emulated ones all run on this machine.
+            *emulated*: a stage takes as long as it would there. Several virtual workers need a ``plan``. Emulated
+            virtual workers all run on this machine.
         allocation: Rule by which virtual workers got their devices (docs/planning.md#several-virtual-workers), for
-            ``hetpipe-plan``. A run refuses a ``plan`` of another allocation; "auto" takes any.
+            ``hetpipe-plan``. A run refuses a ``plan`` of another allocation. "auto" takes any plan.
         compile: Run the layers of stages compiled by ``torch.compile``: True for inductor, which needs a C++ compiler
             for stages on a CPU. Each stage is compiled in its first minibatch, once for all versions of its weights,
             and again for other kinds of inputs. Dropout draws the numbers that it draws uncompiled. A layer that torch
-            cannot compile, or that draws otherwise, runs uncompiled, with a warning; so do evaluation, the first
-            minibatch of a fit, and what a group (``split``) leaves whole. A run repeats bit for bit, but inductor
+            cannot compile, or that draws otherwise, runs uncompiled, with a warning. Evaluation, the first minibatch of
+            a fit, and what a group (``split``) leaves whole run uncompiled. A run repeats bit for bit, but inductor
             rounds otherwise than torch's operators. A weight that only reaches outputs which the loss leaves out gets a
             gradient of zeros instead of none.
-        recompute: Keep only the inputs of a stage, and compute its forward again for its backward: less memory for more
-            time, the same results bit for bit. The last stage has nothing to gain, and computes once.
+        recompute: Keep only the inputs of a stage, and compute its forward again for its backward. This takes less
+            memory and more time, and gives the same bits. The last stage has nothing to gain, and computes once.
         split: Layers of a stage on several devices, each of which computes some of their output channels
             (docs/split-layers.md). The first device of a stage holds the unsplit weights. ``stages`` is by default as
             many as are named. "auto", or True, joins devices if the plan that is made at the start of a fit is faster
@@ -111,21 +112,21 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         timeline: Record what each stage did when (docs/timeline.md): True for the last hundred minibatches. The
             timeline is in ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard.
         stage_hosts: Hosts for a ``plan`` whose virtual workers have stages on several machines
-            (docs/several-machines.md#a-virtual-worker-over-several-machines), but for the node of the last stage, on
-            which this program runs. Results are the same, bit for bit. Without it, the program is started on each
-            machine of the plan. Not with ``compile`` or ``timeline`` yet. Settings of torch for the process, such as
-            ``torch.set_float32_matmul_precision``, reach hosts as they are when a fit begins.
+            (docs/several-machines.md#a-virtual-worker-over-several-machines). The node of the last stage, on which this
+            program runs, needs no host. Results are the same, bit for bit. Without ``stage_hosts``, the program is
+            started on each machine of the plan. Not with ``compile`` or ``timeline`` yet. Settings of torch for the
+            process, such as ``torch.set_float32_matmul_precision``, reach hosts as they are when a fit begins.
         lr_correction: K, the number of updates at the beginning with a lower learning rate
-            (docs/staleness.md#weight-policies): update t steps with the rate divided by tau^(1 - t / K), where tau is
-            one more than the number of optimizer steps that minibatches miss (PipeMare, 2021, T1). Schedulers, loggers
-            and checkpoints see the user's rate. "auto" corrects rates only if weights="auto" does.
-        wsp: Synchronisation of virtual workers; by default the WSPCallback among the Trainer's callbacks, or one with
+            (docs/staleness.md#weight-policies). Update t steps with the rate divided by tau^(1 - t / K) (PipeMare,
+            2021, T1). tau is one more than the number of optimizer steps that minibatches miss. Schedulers, loggers and
+            checkpoints see the user's rate. "auto" corrects rates only if weights="auto" does.
+        wsp: Synchronisation of virtual workers, by default the WSPCallback among the Trainer's callbacks, or one with
             its defaults.
-        timeout: Longest wait inside the pipeline while nothing moves; then the run ends with an error that says who
+        timeout: Longest wait inside the pipeline while nothing moves. The run then ends with an error that says who
             waited for whom. The time of user code does not count. Other virtual workers, while they live, are waited
             for an hour, or for this time if it is longer. Servers may be silent for this time.
         capture_timeout: Time to take apart modules that ``torch.export`` refuses as a whole, at the start of a fit
-            (docs/exactness.md): the outermost calls in them that can be captured are pipelined. What has not been tried
+            (docs/exactness.md). The outermost calls in them that can be captured are pipelined. What has not been tried
             by then runs as user code.
         grace: Time from the order to end (SIGTERM) until the run is killed (docs/preemption.md). If saving is known to
             take longer, one line says so.

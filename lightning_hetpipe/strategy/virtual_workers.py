@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class WSPCallback(WSPArguments, L.Callback):
-    """Settings of the synchronisation of virtual workers; given to the Trainer as a callback, or to the strategy.
+    """Settings of the synchronisation of virtual workers, given to the Trainer as a callback, or to the strategy.
 
     The synchronisation is Wave Synchronous Parallel (HetPipe, section 5).
 
@@ -57,9 +57,9 @@ class WSPCallback(WSPArguments, L.Callback):
             is the shortest wave. None is the plan's unless ``wave`` is set, or "equal".
         aggregate: "sum" adds the updates of virtual workers (the paper's rule, which acts like an N times larger
             learning rate), "mean" their mean.
-        update_dtype: Dtype in which updates travel; "bfloat16" halves them. The rounding error is added to the next
+        update_dtype: Dtype in which updates travel. "bfloat16" halves them. The rounding error is added to the next
             update. None is the dtype of each parameter.
-        servers: Addresses of running ``hetpipe-server``s; by default each machine starts one.
+        servers: Addresses of running ``hetpipe-server``s. By default each machine starts one.
         placement: Server of each parameter: "size" balances their bytes, "round_robin" deals parameters out in turn.
             "local" leaves each parameter beside virtual worker 0's stage that has it, which is the first machine's
             server unless its stages are on several machines. With "local", weights survive without other machines, but
@@ -73,8 +73,8 @@ class WSPCallback(WSPArguments, L.Callback):
             come. Then all end, and the error says who is missing.
         restarts: Times that a virtual worker whose process ends in the middle of a run is started again, by the process
             that started it. It comes back when the next epoch begins (docs/virtual-workers.md#coming-back). Under
-            ``hetpipe-train`` on one machine it counts for the run as well, which is started again from its newest
-            checkpoint if virtual worker 0 is lost (docs/virtual-workers.md#when-virtual-worker-0-is-lost).
+            ``hetpipe-train`` on one machine it counts for the run as well. If virtual worker 0 is lost, the run is
+            started again from its newest checkpoint (docs/virtual-workers.md#when-virtual-worker-0-is-lost).
 
     Raises:
         SettingError: one sentence that names the setting, its value and the way out.
