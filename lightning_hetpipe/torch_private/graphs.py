@@ -207,9 +207,7 @@ def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphM
 
 def _is_needless(guard: Any) -> bool:
     kind, name = str(guard.guard_type), str(guard.name)
-    # A layer gets code for further kinds of inputs, and its code for earlier kinds stays.
-    grows = kind == "SEQUENCE_LENGTH" and name.endswith(".code.variants")
-    return grows or kind == "GLOBAL_STATE" or (kind == "CLOSURE_MATCH" and name.endswith(".forward"))
+    return kind == "GLOBAL_STATE" or (kind == "CLOSURE_MATCH" and name.endswith(".forward"))
 
 
 def run_without_data(graph: fx.GraphModule) -> None:
