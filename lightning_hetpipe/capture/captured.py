@@ -137,9 +137,9 @@ class Captured:
         return self._module.training, torch.is_grad_enabled(), Autocast.current().dtypes
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: frozenset[int] = frozenset()) -> None:
-        earlier = len(self._of_this_mode())
-        numbers = self._inputs(args, kwargs, earlier, numbers)
-        graph, checks = self._decided(args, kwargs, earlier, numbers)
+        again = bool(self._of_this_mode())
+        numbers = self._inputs(args, kwargs, again, numbers)
+        graph, checks = self._decided(args, kwargs, again, numbers)
         variant = Variant(graph, args, kwargs, self._mode(), checks, numbers)
         found = parts(graph, self._module, self._name, self.device, self._calls)
         marked = marked_paths(graph.graph)
@@ -185,21 +185,21 @@ class Captured:
         self._variants.append(variant)
 
     def _inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], earlier: int, numbers: frozenset[int]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, numbers: frozenset[int]
     ) -> frozenset[int]:
         """Select those ``numbers`` that can be inputs of a graph: an operator takes a tensor there, and ``forward``
         does not decide by them. Other numbers are constants."""
         found = frozenset[int]()
         for number in sorted(numbers - self._constants):
             try:
-                self._decided(args, kwargs, earlier, {number})
+                self._decided(args, kwargs, images_vary, {number})
                 found |= {number}
             except SettingError:
                 self._constants |= {number}
         return found
 
     def _decided(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], earlier: int, numbers: Collection[int]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, numbers: Collection[int]
     ) -> tuple[fx.GraphModule, DataChecks]:
         """Make the graph whose decisions by values of data are right for this call."""
         known: Answers = ()
@@ -215,7 +215,7 @@ class Captured:
                 torch.set_grad_enabled(gradients),
                 on_one_device(self._module, self.device),
             ):
-                return graph_of(*inputs, earlier=earlier, numbers=numbers)
+                return graph_of(*inputs, images_vary=images_vary, numbers=numbers)
 
         for _ in range(DECISIONS):
             try:

@@ -51,24 +51,22 @@ def graph_of(
     frozen: FrozenValues | None = None,
     known: Answers = (),
     *,
-    earlier: int = 0,
+    images_vary: bool = False,
     numbers: Collection[int] = (),
 ) -> tuple[fx.GraphModule, DataChecks]:
     """Make the graph of ``module(*args, **kwargs)``, operators without Python, and the part for its decisions.
 
-    The graph's inputs are the leaves of ``(args, kwargs)``, in order. A first graph holds for the sizes of this call
-    only, because a graph for all sizes takes two to four times as long to make. The module is left unchanged. The graph
-    must run under the present autocast: its operators cast accordingly, and dtypes that ``forward`` asked of tensors
-    are fixed.
+    The sizes of inputs may vary from call to call, if the graph does not depend on them. Its inputs are the leaves of
+    ``(args, kwargs)``, in order. The module is left unchanged. The graph must run under the present autocast: its
+    operators cast accordingly, and dtypes that ``forward`` asked of tensors are fixed.
 
     Args:
         module: The live module, in the mode in which it is to run.
         args, kwargs: Arguments, of which only shapes, dtypes and devices of tensors matter.
         frozen: Python values that the module reads outside itself, and its decisions by values of data.
         known: Other answers to its first decisions.
-        earlier: Number of graphs that the module has already. In a second graph, sizes of inputs may vary from call to
-            call, but of inputs with four and more dimensions only the first size. In later graphs, all sizes may vary,
-            which takes minutes for models that cut images into windows.
+        images_vary: Whether sizes behind the first may vary for inputs of four and more dimensions. This takes minutes
+            for models that cut images into windows.
         numbers: Places, among the inputs, of numbers that may vary between calls.
 
     Raises:
@@ -80,7 +78,7 @@ def graph_of(
             " it out of the call, or give the tensors and numbers in it"
         )
     frozen = frozen or FrozenValues(module)
-    traced = partial(_traced, name, module, (args, kwargs), frozen, known, earlier=earlier, numbers=numbers)
+    traced = partial(_traced, name, module, (args, kwargs), frozen, known, images_vary=images_vary, numbers=numbers)
     try:
         return traced(as_called=True)
     except (SettingError, Undecidable) as refusal:
@@ -111,7 +109,7 @@ def _traced(
     frozen: FrozenValues,
     known: Answers,
     *,
-    earlier: int,
+    images_vary: bool,
     numbers: Collection[int],
     as_called: bool,
 ) -> tuple[fx.GraphModule, DataChecks]:
@@ -129,8 +127,7 @@ def _traced(
     shapes: Any = _Shapes()
     for tensor in pytree.tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor) and tensor.dim():
-            sizes = [0, 1 if tensor.dim() >= 4 else tensor.dim(), tensor.dim()][min(earlier, 2)]
-            shapes[tensor] = dict.fromkeys(range(sizes), Dim.AUTO)
+            shapes[tensor] = dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 or images_vary else 1), Dim.AUTO)
     states = (random.getstate(), _numpy_state())
     try:
         with (

@@ -60,25 +60,6 @@ def test_arguments_that_are_alike_have_graphs_of_their_own(first: Any, second: A
         assert torch.equal(run(graphs, X, scale), module(X, scale))
 
 
-@pytest.mark.parametrize(
-    ("shapes", "numbers"),
-    [
-        ([(4, 3), (4, 3), (3, 3), (2, 3), (4, 3)], [0, 0, 1, 1, 0]),
-        ([(4, 3), (2, 5, 3), (2, 4, 3), (3, 7, 3)], [0, 1, 1, 1]),
-        ([(2, 5, 3), (2, 4, 3), (3, 7, 3)], [0, 1, 1]),
-        ([(4, 2, 2, 3), (3, 2, 2, 3), (4, 2, 5, 3), (2, 3, 5, 3)], [0, 1, 2, 2]),  # as of images
-    ],
-)
-def test_sizes_that_vary_have_two_graphs_and_those_of_images_three(
-    shapes: list[tuple[int, ...]], numbers: list[int]
-) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    inputs = [torch.randn(shape) for shape in shapes]
-    graphs = captured(module, inputs[0])
-    assert [graphs.value((each,), {})[0] for each in inputs] == numbers
-    assert all(torch.equal(run(graphs, each), module(each)) for each in inputs)
-
-
 class Creates(nn.Module):
     """Makes tensors without naming a dtype: of whole numbers, of others, and in a region of its own."""
 
