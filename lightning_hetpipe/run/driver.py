@@ -72,6 +72,8 @@ class TrainerRun:
 
     def offer(self) -> None:
         """Run user code for which stages wait, between Lightning's hooks."""
+        if self.pipeline is not None:
+            self.pipeline.main.offer()
 
     def evaluation_step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         """Run the strategy's own step ``hook``, ``native``, or take its output from the pipeline."""
@@ -226,11 +228,6 @@ class Driver:
         """Wait until nothing in flight is in motion."""
         if self.pipeline is not None:
             self.pipeline.drain()
-
-    def offer(self) -> None:
-        """Run sections of user code for which stages wait. The strategy calls this between Lightning's hooks."""
-        if self.pipeline is not None:
-            self.pipeline.main.offer()
 
 
 def default_dtype_in(context: Callable[[], AbstractContextManager[Any]]) -> torch.dtype | None:

@@ -22,11 +22,7 @@ NOMINAL = " (nominal memory)"
 _DEVICE = re.compile(rf"(?P<name>.+):(?P<number>\d+)(?:{re.escape(ESTIMATED)}|{re.escape(NOMINAL)})?", re.DOTALL)
 
 
-def _is_label(value: str) -> bool:
-    return _DEVICE.fullmatch(value) is not None
-
-
-Label = Annotated[str, _is_label, "a name and a number, such as 'RTX-3090:0'"]
+Label = Annotated[str, _DEVICE.fullmatch, "a name and a number, such as 'RTX-3090:0'"]
 
 
 @dataclass(frozen=True)

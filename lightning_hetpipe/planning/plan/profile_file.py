@@ -22,14 +22,10 @@ from lightning_hetpipe.settings import Bounds, Length, Reads, Size, is_positive
 VERSION = 1
 
 
-def _is_memory(value: int) -> bool:
-    return value >= cluster.LEAST_MEMORY
-
-
 @dataclass(frozen=True)
 class DeviceTimes:
     layers: tuple[Times, ...]
-    memory_bytes: Annotated[int, _is_memory, "bytes of a device, 1 MiB or more"] | None = None
+    memory_bytes: Annotated[int, Bounds(cluster.LEAST_MEMORY), "bytes of a device, 1 MiB or more"] | None = None
     flop_per_s: Annotated[float, Bounds(0), is_positive, "positive"] | None = None
 
 
