@@ -133,6 +133,7 @@ class HostRendezvous:
         try:
             connection, shown = admit(raw, self._security, INTRODUCING, refused)
             self._door.heard(raw)
+            raw.settimeout(INTRODUCING)
             self._tell(connection, Arrival(**shown["arrival"]))
         except (Refused, TypeError) as why:
             say(f"a node at {peer} was refused: {why}")
@@ -166,7 +167,8 @@ class HostRendezvous:
             return f"NODE_RANK={arrival.node} serves no stage of the plan"
         with self._changed:
             before = self._connections.get(arrival.node)
-            if before is not None and not wait([before], 0):  # it sends nothing more, but its end
+            # An open connection sends nothing more, but its end.
+            if before is not None and before.fileno() >= 0 and not wait([before], 0):
                 return f"NODE_RANK={arrival.node} has come already; give each node a NODE_RANK of its own"
             self._arrived[arrival.node], self._connections[arrival.node] = arrival, raw
             self._changed.notify_all()

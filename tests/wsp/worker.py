@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node, WSPCallback
-from lightning_hetpipe.placement import measuring, planner
+from lightning_hetpipe.placement import measuring
 from lightning_hetpipe.planning.model.profile import Times
 from lightning_hetpipe.run import preemption
 from lightning_hetpipe.run.extensions.telemetry import Pace
@@ -335,7 +335,7 @@ def main(job: dict[str, Any]) -> None:
     if "hosts" in job:
         away(strategy, job["hosts"])
     if "longest" in job:
-        vars(planner)["profiled"] = with_longest(measuring.profiled, job["longest"], longest=Times(0.04, 0.08))
+        vars(measuring)["profiled"] = with_longest(measuring.profiled, job["longest"], longest=Times(0.04, 0.08))
     recorder, validates, notes = Recorder(), Validates(), Notes()
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]
     if "awaits" in job:

@@ -95,13 +95,13 @@ def shared(size: int) -> memoryview:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         secret = secrets.token_hex(_SECRET // 2)
         os.pwrite(descriptor, secret.encode(), 0)
-        inode = os.fstat(descriptor).st_ino
+        own = Place(_network(), os.getpid(), descriptor, os.fstat(descriptor).st_ino, secret, start=0, size=size)
         block = _Block(descriptor, _FIRST + size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     except (OSError, ValueError) as error:
         os.close(descriptor)
         raise NoBlock(f"there is no memory for {size} bytes of it ({error})") from None
     memory = memoryview(block)[_FIRST:]
-    _own[_address(memory)] = Place(_network(), os.getpid(), descriptor, inode, secret, 0, size)
+    _own[_address(memory)] = own
     block.address = _address(memory)
     return memory
 
