@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
+from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY
 from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, Width
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedMember, PlannedSplit, PlannedStage, PlannedWorker
@@ -23,7 +24,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     layers = draw(st.lists(layer, min_size=1, max_size=4))
     times = st.lists(st.builds(Times, SECONDS, SECONDS, SECONDS), min_size=len(layers), max_size=len(layers))
     devices = draw(st.dictionaries(NAMES, times, min_size=1, max_size=3))
-    memory = draw(st.dictionaries(st.sampled_from(sorted(devices)), st.integers(1, 2**50)))
+    memory = draw(st.dictionaries(st.sampled_from(sorted(devices)), st.integers(LEAST_MEMORY, 2**50)))
     estimated = draw(st.dictionaries(st.sampled_from(sorted(devices)), NAMES))
     speeds = draw(st.dictionaries(st.sampled_from(sorted(devices)), st.floats(1.0, 1e15)))
     half = len(layers) // 2
