@@ -14,7 +14,7 @@ import torch
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.sessions import Service, SessionChannel, Sessions
+from lightning_hetpipe.server.process.sessions import Service, SessionChannel, Sessions, log_line
 from lightning_hetpipe.server.protocol.commit_log import (
     CutClosed,
     Decision,
@@ -23,7 +23,6 @@ from lightning_hetpipe.server.protocol.commit_log import (
     ReadHeld,
     UpdateCommitted,
     UpdatePushed,
-    line,
 )
 from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignature
 from tests.oracle_policies import global_staleness
@@ -129,7 +128,7 @@ def test_decisions_are_lines_of_json(tmp_path: Path) -> None:
     assert {each["session"] for each in told} == {"fit-1"}
     assert [each["vw"] for each in told if each["decision"] == "UpdateCommitted"] == [0, 1]
     assert began <= told[0]["time"] <= told[-1]["time"] <= time.time()
-    assert json.loads(line("fit-2", UpdatePushed(1, 2, 3), 1.5)) == {
+    assert json.loads(log_line("fit-2", UpdatePushed(1, 2, 3), 1.5)) == {
         "time": 1.5, "session": "fit-2", "decision": "UpdatePushed", "vw": 1, "incarnation": 2, "clock": 3
     }  # fmt: skip
     with pytest.raises(SettingError, match="cannot be written"):

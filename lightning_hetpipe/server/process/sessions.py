@@ -14,14 +14,14 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.link_probe import LinkProbe
 from lightning_hetpipe.server.protocol import messages
-from lightning_hetpipe.server.protocol.commit_log import Decision, Note, ignore, line
+from lightning_hetpipe.server.protocol.commit_log import Decision, Note, ignore
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.shard import Shard
@@ -246,7 +246,7 @@ class Sessions:
     def _write(self, session: str, decision: Decision) -> None:
         with self._log_lock:
             if self._log is not None:
-                os.write(self._log, line(session, decision, time.time()).encode())
+                os.write(self._log, log_line(session, decision, time.time()).encode())
 
     def _clear(self, name: str, service: Service) -> None:
         if service.finished:
@@ -270,6 +270,12 @@ class Sessions:
         """Clear sessions whose members were killed, because ``serve`` does not notice that."""
         while not self._closed.wait(self._lease):
             self._clear_all()
+
+
+def log_line(session: str, decision: Decision, at: float) -> str:
+    """Write a session's ``decision`` as a line of JSON. ``at`` is its time in seconds since 1970."""
+    told = {"time": round(at, 6), "session": session, "decision": type(decision).__name__}
+    return json.dumps({**told, **asdict(decision)}) + "\n"
 
 
 def _parts(method: str) -> tuple[str, str]:

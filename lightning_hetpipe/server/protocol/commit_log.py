@@ -16,9 +16,8 @@ Decisions are noted as values, from which the laws L3 to L6 can be checked.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest
 from lightning_hetpipe.server.protocol.identifiers import (
@@ -108,12 +107,6 @@ Note = Callable[[Decision], None]
 
 def ignore(decision: Decision) -> None:
     """Drop a decision."""
-
-
-def line(session: str, decision: Decision, time: float) -> str:
-    """Write a session's ``decision`` as a line of JSON. ``time`` is in seconds since 1970."""
-    told = {"time": round(time, 6), "session": session, "decision": type(decision).__name__}
-    return json.dumps({**told, **asdict(decision)}) + "\n"
 
 
 @dataclass(frozen=True)
