@@ -115,10 +115,12 @@ def reason_of(error: Exception) -> str:
 
 
 def one_line(error: BaseException) -> str:
+    """Return the text of ``error`` in one line, or the name of its class if it has no text."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of the text of ``error``, or the name of its class if it has no text."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Modules that the import of the strategy leaves to those who need them. Its time is a benchmark's affair."""
+"""Modules that importing the strategy does not load. A benchmark measures the time of the import."""
 
 from __future__ import annotations
 

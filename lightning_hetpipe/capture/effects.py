@@ -68,7 +68,7 @@ class FrozenValues:
 
         If another profiler runs in this thread, record nothing, and warn. Contexts may be nested.
         """
-        outer, self.noticed = sys.getprofile(), NoticedCalls()  # calls of an evaluation are not those of a minibatch
+        outer, self.noticed = sys.getprofile(), NoticedCalls()  # an evaluation and a minibatch note their own calls
         if outer is not None and not isinstance(outer, NoticedCalls):
             warnings.warn(
                 f"another profiler of Python ({type(outer).__name__}) runs, so that side effects of"

@@ -298,7 +298,7 @@ class EpochShare(NamedTuple):
         sampler: Any = loaders[0].sampler
         try:
             return cls(vw, batches, loaders[0].batch_size, len(sampler))
-        except TypeError:  # that of an iterable dataset, which may tell its number of batches
+        except TypeError:  # the sampler of an iterable dataset has no length
             return cls(vw, batches)
 
     def samples_of(self, minibatches: int) -> int | None:
