@@ -6,7 +6,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -51,9 +51,9 @@ def frames(error: BaseException) -> list[str]:
 class Torn(ProcessSection):
     """State that cannot be swapped, the ``last`` time that ``what`` is asked of it."""
 
-    def __init__(self, what: str, last: int) -> None:
+    def __init__(self, what: str, last: int, after: threading.Event | None = None) -> None:
         super().__init__(ProcessState.seeded(0, 0, 0))
-        self.what, self.left = what, last
+        self.what, self.left, self.after = what, last, after
 
     def enter(self) -> None:
         self.count("enter")
@@ -66,6 +66,7 @@ class Torn(ProcessSection):
     def count(self, what: str) -> None:
         self.left -= what == self.what
         if what == self.what and not self.left:
+            assert self.after is None or self.after.wait(10)
             raise ArithmeticError(f"cannot {what}")
 
 
@@ -81,13 +82,17 @@ def test_what_fails_around_user_code_fails_the_minibatch(what: str, last: int) -
         assert engine.finish(2).gradients
 
 
-def test_what_fails_after_user_code_holds_nobody_up() -> None:
-    """The gradients may be there before."""
+@pytest.mark.parametrize("late", [False, True])
+def test_what_fails_after_user_code_holds_nobody_up(late: bool) -> None:
+    """The gradients may be there before, and then they stay."""
     line = Line(mlp(), cuts=(0, 2))
+    there = threading.Event()
     with line.running() as engine:
-        engine.submit(1, line.step(lambda: line.call(X).sum(), section=Torn("leave", 2)))
+        section = Torn("leave", 2, there if late else None)
+        engine.submit(1, line.step(lambda: line.call(X).sum(), section=section))
         engine.submit(2, line.plain())
-        with suppress(ArithmeticError):
+        engine.minibatches[1].when_ended(there.set)
+        with nullcontext() if late else suppress(ArithmeticError):
             assert engine.finish(1).gradients
         assert engine.finish(2).gradients
 

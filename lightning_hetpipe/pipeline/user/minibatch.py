@@ -107,7 +107,7 @@ class Minibatch:
         self.context = contextvars.copy_context()
         """Context variables of the submitting thread."""
         self._began_at = time.perf_counter()
-        self.ended = False
+        self._decided = self.ended = False
         self.ended_at = self._began_at
         """Time of its end, by ``time.perf_counter``."""
         self.arrived_after: StreamEvent | None = None
@@ -141,10 +141,15 @@ class Minibatch:
         call()
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Mark the minibatch as ended: its results are there, or it failed."""
+        """Mark the minibatch as ended: its results are there, or it failed, which stages then forget. Only the first
+        call decides which."""
         with self._mutex:
-            if self.ended:
+            if self._decided:
                 return
+            self._decided = True
+        if failure is not None:
+            self._engine.abandon(self)
+        with self._mutex:
             self.ended = True
             self.ended_at = time.perf_counter()
             self.failure = self.failure or failure
@@ -190,8 +195,6 @@ class Minibatch:
         for call in self._calls:
             call.close()
         self._view.close()
-        if failure is not None:
-            self._engine.abandon(self)
         if failure is not None or self.evaluates:  # otherwise it ends with its last backward
             self.end(failure)
 
