@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.torch_private.tensors import address_of, pytree, without_memory
 
-VARIANTS = 8
+VARIANTS = 10
 """Largest number of graphs of one piece, one for each kind of input."""
 
 DECISIONS = 8
@@ -69,6 +70,8 @@ class Captured:
         self._example = (args, kwargs)
         self._autocast = Autocast.current()
         self._variants: list[Variant] = []
+        self._earlier = 0  # for how many other sizes there were graphs, before the module changed
+        self._fixed: SettingError | None = None  # why each graph is for the sizes of one call, if sizes cannot vary
         self._constants: frozenset[int] = frozenset()  # the places of numbers of which no graph makes an input
         self._calls: list[str | None] | None = None
         self._marked: Sequence[str] = ()  # paths of the modules that its first graph calls
@@ -83,6 +86,8 @@ class Captured:
                 return (number, *leaves)
         changing = [numbers for _, variant in of_this_mode if (numbers := variant.changing_numbers(args, kwargs))]
         if len(of_this_mode) == VARIANTS:
+            if self._fixed is not None:
+                raise self._fixed
             way_out = (
                 "give it numbers as tensors, and decide by them with torch.where"
                 if changing
@@ -118,6 +123,7 @@ class Captured:
 
     def capture_again(self) -> None:
         """Follow a change of the module other than a change of the values of weights and buffers."""
+        self._earlier = max(Counter(variant.mode for variant in self._variants).values(), default=1) - 1
         self._variants.clear()
         for layer in self.layers:
             graph_layer(layer).code.clear()
@@ -137,9 +143,15 @@ class Captured:
         return self._module.training, torch.is_grad_enabled(), Autocast.current().dtypes
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: frozenset[int] = frozenset()) -> None:
-        again = bool(self._of_this_mode())
-        numbers = self._inputs(args, kwargs, again, numbers)
-        graph, checks = self._decided(args, kwargs, again, numbers)
+        earlier = max(len(self._of_this_mode()), self._earlier) if self._fixed is None else 0
+        numbers = self._inputs(args, kwargs, earlier, numbers)
+        try:
+            graph, checks = self._decided(args, kwargs, earlier, numbers)
+        except SettingError as error:
+            if not earlier:
+                raise
+            graph, checks = self._decided(args, kwargs, 0, numbers)
+            self._fixed = error
         variant = Variant(graph, args, kwargs, self._mode(), checks, numbers)
         found = parts(graph, self._module, self._name, self.device, self._calls)
         marked = marked_paths(graph.graph)
@@ -185,21 +197,21 @@ class Captured:
         self._variants.append(variant)
 
     def _inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, numbers: frozenset[int]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], earlier: int, numbers: frozenset[int]
     ) -> frozenset[int]:
         """Select those ``numbers`` that can be inputs of a graph: an operator takes a tensor there, and ``forward``
         does not decide by them. Other numbers are constants."""
         found = frozenset[int]()
         for number in sorted(numbers - self._constants):
             try:
-                self._decided(args, kwargs, images_vary, {number})
+                self._decided(args, kwargs, earlier, {number})
                 found |= {number}
             except SettingError:
                 self._constants |= {number}
         return found
 
     def _decided(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, numbers: Collection[int]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], earlier: int, numbers: Collection[int]
     ) -> tuple[fx.GraphModule, DataChecks]:
         """Make the graph whose decisions by values of data are right for this call."""
         known: Answers = ()
@@ -215,7 +227,7 @@ class Captured:
                 torch.set_grad_enabled(gradients),
                 on_one_device(self._module, self.device),
             ):
-                return graph_of(*inputs, images_vary=images_vary, numbers=numbers)
+                return graph_of(*inputs, earlier=earlier, numbers=numbers)
 
         for _ in range(DECISIONS):
             try:

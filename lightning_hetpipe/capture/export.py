@@ -51,22 +51,23 @@ def graph_of(
     frozen: FrozenValues | None = None,
     known: Answers = (),
     *,
-    images_vary: bool = False,
+    earlier: int = 2,
     numbers: Collection[int] = (),
 ) -> tuple[fx.GraphModule, DataChecks]:
     """Make the graph of ``module(*args, **kwargs)``, operators without Python, and the part for its decisions.
 
-    The sizes of inputs may vary from call to call, if the graph does not depend on them. Its inputs are the leaves of
-    ``(args, kwargs)``, in order. The module is left unchanged. The graph must run under the present autocast: its
-    operators cast accordingly, and dtypes that ``forward`` asked of tensors are fixed.
+    Sizes of inputs may vary from call to call by ``earlier``, if the graph does not depend on them. Its inputs are the
+    leaves of ``(args, kwargs)``, in order. The module is left unchanged. The graph must run under the present autocast:
+    its operators cast accordingly, and dtypes that ``forward`` asked of tensors are fixed.
 
     Args:
         module: The live module, in the mode in which it is to run.
         args, kwargs: Arguments, of which only shapes, dtypes and devices of tensors matter.
         frozen: Python values that the module reads outside itself, and its decisions by values of data.
         known: Other answers to its first decisions.
-        images_vary: Whether sizes behind the first may vary for inputs of four and more dimensions. This takes minutes
-            for models that cut images into windows.
+        earlier: Number of graphs for other sizes of inputs. The first graph is for these sizes only, which takes a
+            quarter of the time. From the second graph on, sizes may vary, of images from the third graph on: that takes
+            minutes for models that cut images into windows.
         numbers: Places, among the inputs, of numbers that may vary between calls.
 
     Raises:
@@ -78,7 +79,7 @@ def graph_of(
             " it out of the call, or give the tensors and numbers in it"
         )
     frozen = frozen or FrozenValues(module)
-    traced = partial(_traced, name, module, (args, kwargs), frozen, known, images_vary=images_vary, numbers=numbers)
+    traced = partial(_traced, name, module, (args, kwargs), frozen, known, earlier=earlier, numbers=numbers)
     try:
         return traced(as_called=True)
     except (SettingError, Undecidable) as refusal:
@@ -109,7 +110,7 @@ def _traced(
     frozen: FrozenValues,
     known: Answers,
     *,
-    images_vary: bool,
+    earlier: int,
     numbers: Collection[int],
     as_called: bool,
 ) -> tuple[fx.GraphModule, DataChecks]:
@@ -126,8 +127,9 @@ def _traced(
     args, kwargs = pytree.tree_unflatten(given, spec)
     shapes: Any = _Shapes()
     for tensor in pytree.tree_leaves((args, kwargs)):
-        if isinstance(tensor, Tensor) and tensor.dim():
-            shapes[tensor] = dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 or images_vary else 1), Dim.AUTO)
+        if isinstance(tensor, Tensor) and tensor.dim() and earlier:
+            varying = 1 if tensor.dim() >= 4 and earlier == 1 else tensor.dim()
+            shapes[tensor] = dict.fromkeys(range(varying), Dim.AUTO)
     states = (random.getstate(), _numpy_state())
     try:
         with (

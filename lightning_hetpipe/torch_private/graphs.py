@@ -178,9 +178,9 @@ _compile: Any = torch.compile  # torch's own, also while another stands in its p
 def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphModule], None]) -> C:
     """Call ``torch.compile(function, fullgraph=True, **options)`` so that ``check`` sees each graph before the backend.
 
-    Two kinds of guards are left out. Guards on the process's state, such as its default dtype, fail because other
+    Three kinds of guards are left out. Guards on the process's state, such as its default dtype, fail because other
     threads change that state. Guards on the object that replaces a module's ``forward`` fail in copies with other
-    objects.
+    objects. Guards on the number of a layer's graphs fail when another graph comes.
     """
     backend = options.get("backend", "inductor")
     further: dict[str, Any] = dict(options.get("options") or {})
@@ -207,7 +207,11 @@ def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphM
 
 def _is_needless(guard: Any) -> bool:
     kind, name = str(guard.guard_type), str(guard.name)
-    return kind == "GLOBAL_STATE" or (kind == "CLOSURE_MATCH" and name.endswith(".forward"))
+    return (
+        kind == "GLOBAL_STATE"
+        or (kind == "CLOSURE_MATCH" and name.endswith(".forward"))
+        or (kind == "SEQUENCE_LENGTH" and name.endswith(".code.variants"))
+    )
 
 
 def run_without_data(graph: fx.GraphModule) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.effects import FrozenValues
+from lightning_hetpipe.errors import PipelineRefusal
 
 X = torch.arange(12.0).reshape(4, 3) / 10
 
@@ -58,6 +59,52 @@ def test_arguments_that_are_alike_have_graphs_of_their_own(first: Any, second: A
     graphs = captured(module, X, first)
     for scale in (first, second, first):
         assert torch.equal(run(graphs, X, scale), module(X, scale))
+
+
+def graphs_of(module: nn.Module, graphs: Captured, *shapes: tuple[int, ...]) -> list[int]:
+    """Number of the graph for inputs of each shape, whose output is compared with the module's."""
+    found = []
+    for shape in shapes:
+        x = torch.randn(shape)
+        found.append(graphs.value((x,), {})[0])
+        torch.testing.assert_close(run(graphs, x), module(x), rtol=0, atol=0)
+    return found
+
+
+def test_the_first_graph_is_for_its_sizes_and_the_second_for_all() -> None:
+    module = nn.Linear(3, 3)
+    graphs = captured(module, X)
+    assert graphs_of(module, graphs, (4, 3), (5, 3), (6, 3), (4, 3), (9, 3)) == [0, 1, 1, 0, 1]
+    graphs.capture_again()
+    assert graphs_of(module, graphs, (4, 3), (5, 3)) == [0, 0]
+
+
+def test_sizes_of_images_vary_in_the_third_graph() -> None:
+    module = nn.Conv2d(1, 2, 3)
+    graphs = captured(module, torch.randn(4, 1, 6, 6))
+    shapes = (4, 1, 6, 6), (5, 1, 6, 6), (6, 1, 6, 6), (6, 1, 7, 7), (3, 1, 9, 8)
+    assert graphs_of(module, graphs, *shapes) == [0, 1, 1, 2, 2]
+
+
+class LooksUp(nn.Module):
+    """Looks a tensor up by the number of rows, which must not vary in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scales = {str(rows): rows / 2 for rows in range(20)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.scales[f"{x.shape[0]:d}"]
+        return y
+
+
+def test_sizes_that_cannot_vary_have_graphs_of_their_own() -> None:
+    module = LooksUp()
+    graphs = captured(module, X)
+    assert graphs_of(module, graphs, (5, 3), (6, 3), (5, 3), (4, 3), (7, 3)) == [1, 2, 1, 0, 3]
+    with pytest.raises(PipelineRefusal, match=r"at test_captured.py:\d+, `.*self.scales.*x.shape"):
+        graphs_of(module, graphs, *((rows, 3) for rows in range(2, 20)))
 
 
 class Creates(nn.Module):

@@ -289,7 +289,7 @@ def test_inputs_of_too_many_kinds() -> None:
     expected = run(lambda: Counts(Takes()), vectors(48, 4), "auto")
     assert_same_run(expected, run(lambda: Counts(Takes()), vectors(48, 4), Pinned((0,), 1)))
     Counts.kinds = 12
-    message = "'model' was given inputs of more than 8 kinds, each of which needs its own graph"
+    message = "'model' was given inputs of more than 10 kinds, each of which needs its own graph"
     assert_refused(Counts(Takes(), SGD), message, strategy=Pinned((0,), 3), loader=vectors(48, 4))
 
 

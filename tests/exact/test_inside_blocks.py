@@ -198,7 +198,7 @@ def run(block: type[nn.Module], caplog: pytest.LogCaptureFixture, *callbacks: An
     """The record of a fit, and what its strategy tells of it."""
     strategy = stashing(stages=2, in_flight=3)
     with caplog.at_level("INFO", "lightning.pytorch"):
-        record = fit(small(block), vectors(18, 4), callbacks, strategy=strategy, **settings)
+        record = fit(small(block), vectors(20, 4), callbacks, strategy=strategy, **settings)
     return record, [layer for stage in strategy.last_run.stages for layer in stage.layers]
 
 
@@ -213,7 +213,7 @@ def test_stages_run_no_code_of_the_users(caplog: pytest.LogCaptureFixture) -> No
     assert not any("stage" in name for name in Noting.threads)
     assert layers == ["net.0", "net.1", "net.2.one", "net.2.two", "net.3.one", "net.3.two", "net.4"]
     assert said(caplog) == []
-    assert_equal(expect(small(Noting), vectors(18, 4), 3), record)
+    assert_equal(expect(small(Noting), vectors(20, 4), 3), record)
 
 
 def test_children_run_as_they_are_where_there_is_no_graph(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,14 +223,14 @@ def test_children_run_as_they_are_where_there_is_no_graph(caplog: pytest.LogCapt
     assert layers == ["net.0", "net.1", "net.2", "net.3", "net.4"]
     (line,) = said(caplog)
     assert "'net' decides by the values of its data what to compute at test_inside_blocks.py" in line
-    assert_equal(expect(small(Decides), vectors(18, 4), 3), record)
+    assert_equal(expect(small(Decides), vectors(20, 4), 3), record)
 
 
 def test_evaluation_says_it_too(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "lightning.pytorch"):
-        found = evaluated(Evaluates(small(Decides)), vectors(18, 4), pipeline(2, 3))
+        found = evaluated(Evaluates(small(Decides)), vectors(20, 4), pipeline(2, 3))
     assert said(caplog)
-    assert_same(evaluated(Evaluates(small(Decides)), vectors(18, 4), "auto"), found)
+    assert_same(evaluated(Evaluates(small(Decides)), vectors(20, 4), "auto"), found)
 
 
 def test_a_callback_that_no_graph_follows(caplog: pytest.LogCaptureFixture) -> None:
@@ -242,7 +242,7 @@ def test_a_callback_that_no_graph_follows(caplog: pytest.LogCaptureFixture) -> N
     (line,) = said(caplog)
     assert "layer 'net.1' has a BatchNorm, whose momentum" in line
     strategy = even(5, 1, 3)
-    assert_same_run(fit(small(Noting), vectors(18, 4), [averaging()], strategy=strategy, max_epochs=3), record)
+    assert_same_run(fit(small(Noting), vectors(20, 4), [averaging()], strategy=strategy, max_epochs=3), record)
 
 
 def test_pruning_by_lightning(caplog: pytest.LogCaptureFixture) -> None:
@@ -255,6 +255,6 @@ def test_pruning_by_lightning(caplog: pytest.LogCaptureFixture) -> None:
     assert "net.2.one" in layers
     assert said(caplog) == []
     strategy = even(5, 1, 3)
-    assert_same_run(fit(small(Noting), vectors(18, 4), [pruning()], strategy=strategy, max_epochs=3), record)
-    plain = fit(small(Noting), vectors(18, 4), [pruning()], strategy="auto", max_epochs=3)
-    assert_same_run(plain, fit(small(Noting), vectors(18, 4), [pruning()], strategy=even(5, 2, 1), max_epochs=3))
+    assert_same_run(fit(small(Noting), vectors(20, 4), [pruning()], strategy=strategy, max_epochs=3), record)
+    plain = fit(small(Noting), vectors(20, 4), [pruning()], strategy="auto", max_epochs=3)
+    assert_same_run(plain, fit(small(Noting), vectors(20, 4), [pruning()], strategy=even(5, 2, 1), max_epochs=3))

@@ -92,7 +92,12 @@ def test_what_fails_after_user_code_holds_nobody_up(late: bool, monkeypatch: pyt
         engine.submit(1, line.step(lambda: line.call(X).sum(), section=section))
         engine.submit(2, line.plain())
         end = engine.minibatches[1].end
-        monkeypatch.setattr(engine.minibatches[1], "end", lambda *failure: (end(*failure), there.set()))
+
+        def ended(failure: BaseException | None = None) -> None:
+            end(failure)
+            there.set()
+
+        monkeypatch.setattr(engine.minibatches[1], "end", ended)
         with nullcontext() if late else suppress(ArithmeticError):
             assert engine.finish(1).gradients
         assert engine.finish(2).gradients

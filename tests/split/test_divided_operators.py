@@ -100,7 +100,7 @@ STAYS: dict[str, tuple[nn.Module, Tensor, str]] = {
     "cat of likes": (Then(conv(), lambda s, y: torch.cat([y, y.relu()], 3)), X, "conv2d relu cat"),
     "stack of likes": (Then(conv(), lambda s, y: torch.stack([y, y.tanh()]).sum(0)), X, "conv2d tanh stack sum"),
     "views": (Then(conv(), lambda s, y: y.view(2, 12, 36).unsqueeze(0).squeeze(0)), X, "conv2d reshape unsqueeze"),
-    "expanding": (Then(conv(), lambda s, y: y[:, :, :1].expand(2, 12, 5, 6)), X, "conv2d slice slice expand"),
+    "expanding": (Then(conv(), lambda s, y: y[:, :, :1].expand(2, 12, 5, 6)), X, "conv2d slice expand"),
     "a scale for each": (
         Then(nn.Linear(8, 6), lambda s, y: y * s.scale.weight[0], scale=nn.Embedding(1, 6)),
         SEQUENCE,
