@@ -247,8 +247,7 @@ class Host:
         """Hand over the gradients of ``minibatch``. Keep each under its weight's number among ``numbers``."""
         taken = stage.take(minibatch)
         found = taken.gradients
-        for event in taken.events:
-            self._streams.user.join(event, found.values())
+        self._streams.user.join(taken.event, found.values(), [stage.device])
         gradients = self._keep(found, numbers)
         levels = [[level.now, level.most] for level in stage.memory.levels()]
         padded = None if self._emulation is None else self._emulation.stages[stage.index]

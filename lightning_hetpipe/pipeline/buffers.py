@@ -10,14 +10,15 @@ long.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
-from lightning_hetpipe.pipeline.values import unequal
+from lightning_hetpipe.pipeline.values import Difference, alike, unequal
 from lightning_hetpipe.torch_private.tensors import address_of, foreach_copy_, version_counter
 
 if TYPE_CHECKING:
@@ -51,17 +52,22 @@ class Buffers:
     """The buffers of one segment's ``layers`` for the last Nm minibatches, on ``device``, where forwards run."""
 
     def __init__(self, layers: Sequence[nn.Module], in_flight: int, device: torch.device) -> None:
+        self._device = device
         self._names = [_told(module, name) for module, name in places(layers)]
+        self._asked: tuple[int, Difference] | None = None  # whether buffers were changed after a minibatch
         self._left = [[tensor_at(place).to(device, copy=True) for place in places(layers)] for _ in range(in_flight)]
 
     def begin(self, minibatch: int, live: Sequence[Tensor]) -> None:
-        """Take the ``live`` buffers as what forward ``minibatch`` left, because the pipeline starts empty behind it."""
+        """Take the ``live`` buffers as what forward ``minibatch`` left, because the pipeline starts empty behind it.
+        Raises as :meth:`publish`."""
+        self._refuse_changes()
         left = self.left(minibatch)
         for index, tensor in enumerate(live):
             left[index] = tensor.to(left[index].device, copy=True)
 
     def let_go(self) -> None:
         """Release the buffers that forwards left."""
+        self._asked = None
         self._left = [[] for _ in self._left]
 
     def all(self) -> list[Tensor]:
@@ -75,11 +81,14 @@ class Buffers:
             return
         own, previous = self.left(minibatch), self.left(minibatch - 1)
         if own is not previous and not call:
+            changing = [index for index, place in enumerate(layers) if may_change(*place)]
             for index, tensor in enumerate(previous):
-                if own[index].shape != tensor.shape or own[index].dtype != tensor.dtype:
+                if index not in changing:
+                    own[index] = tensor
+                elif own[index] is tensor or own[index].shape != tensor.shape or own[index].dtype != tensor.dtype:
                     own[index] = torch.empty_like(tensor)
             with torch.no_grad():
-                foreach_copy_(own, previous)
+                foreach_copy_([own[index] for index in changing], [previous[index] for index in changing])
         self.bind(minibatch, layers)
 
     def copied(self, minibatch: int) -> list[Tensor]:
@@ -113,24 +122,42 @@ class Buffers:
         self._left[minibatch % len(self._left)] = [*left]
 
     def publish(self, minibatch: int, live: Sequence[Tensor], *, ahead: bool) -> bool:
-        """Take over callbacks' changes of the ``live`` buffers after ``minibatch``. Return True if there were any.
+        """Take over callbacks' changes of the ``live`` buffers after ``minibatch``. Return True if there may be any.
 
         Raises:
-            SettingError: for a change while later forwards run ``ahead``: they may have started from older buffers.
+            SettingError: for a change while later forwards run ``ahead``: they may have started from older buffers. If
+                a device compares the buffers, the next call raises it, so that nobody waits.
         """
+        self._refuse_changes()
         if not self._names:
             return False
-        pairs = [(now.to(left.device), left) for now, left in zip(live, self.left(minibatch), strict=True)]
-        changed = unequal(pairs)
+        left = self.left(minibatch)
+        pairs = [(now.to(own.device), own) for now, own in zip(live, left, strict=True)]
+        if accelerates(self._device) and alike(pairs):
+            if ahead:
+                self._asked = minibatch, Difference(pairs)
+                return False
+            changed = list(range(len(pairs)))  # to copy them takes less than to ask
+        else:
+            changed = unequal(pairs)
         for index in changed:
             if ahead:
-                raise SettingError(
-                    f"{self._names[index]} was changed outside of forward after minibatch {minibatch} (in a hook, or as"
-                    " a view of a weight), while later minibatches were in flight; set in_flight=1, or change it at the"
-                    " end of an epoch"
-                )
-            self.left(minibatch)[index] = pairs[index][0].to(pairs[index][1].device, copy=True)
+                self._refuse(index, minibatch)
+            left[index] = pairs[index][0].to(left[index].device, copy=True)
         return bool(changed)
+
+    def _refuse_changes(self) -> None:
+        if self._asked is not None:
+            (minibatch, difference), self._asked = self._asked, None
+            if (index := difference.place()) is not None:
+                self._refuse(index, minibatch)
+
+    def _refuse(self, index: int, minibatch: int) -> NoReturn:
+        raise SettingError(
+            f"{self._names[index]} was changed outside of forward after minibatch {minibatch} (in a hook, or as a view"
+            " of a weight), while later minibatches were in flight; set in_flight=1, or change it at the end of an"
+            " epoch"
+        )
 
 
 def _told(module: nn.Module, name: str) -> str:

@@ -96,6 +96,7 @@ class Engine:
         self.minibatches: dict[int, Minibatch] = {}
         self.main = MainThread(self.lock, self.watchdog, self._cancel, JOIN_SECONDS)
         self._runners: list[Worker[Minibatch]] = []
+        self._behind: list[StreamEvent] = []  # of the last finished minibatch
         self.piece_names = [name for name, _ in pieces]
         self._layers = [layer for _, own in pieces for layer in own]
         self._segments = segments([len(own) for _, own in pieces], split_points)
@@ -204,20 +205,30 @@ class Engine:
         if minibatch.failure is not None:
             raise minibatch.failure
         found, last = minibatch.gradients, dict[nn.Parameter, Tensor]()
+        user, behind = self.streams.user, list[StreamEvent]()
         for weight, sum in minibatch.sums.items():
             (last if weight in minibatch.continued else found)[weight] = sum.gradient
-        events = [sum.event for sum in minibatch.sums.values() if sum.event is not None]
+            user.join(sum.event, [sum.gradient])
         for stage in reversed(self.stages):
             taken = stage.take(number)
             found.update((stage.live.parameters[number], gradient) for number, gradient in taken.gradients.items())
-            events += taken.events
+            if taken.event is not None:
+                user.join(taken.event, taken.gradients.values(), [stage.device])
+                behind.append(taken.event)
         found.update(last)
-        if events:
-            with self.main.unlocked():
-                for event in events:
-                    event.synchronize()
-            self.streams.user.join(None, found.values())
+        self._stay_near(behind)
         return minibatch
+
+    def _stay_near(self, behind: list[StreamEvent]) -> None:
+        """Keep Lightning's thread less than two minibatches ahead of the devices, because memory is reused only after
+        they have computed. Without room for more gradients, it is not ahead. ``behind`` are the last one's events."""
+        full = any(stage.memory.lacks(stage.stash.total_bytes) for stage in self.stages)
+        waits = [*self._behind, *behind] if full else self._behind
+        self._behind = behind
+        if not all(event.query() for event in waits):
+            with self.main.unlocked():
+                for event in waits:
+                    event.synchronize()
 
     def delivered(self, number: int) -> None:
         """Record that weights have the gradients of minibatch ``number``, in place of the last step's."""

@@ -112,11 +112,11 @@ class StageSettings:
 
 @dataclass
 class FoundGradients:
-    """Gradients of weights, by number, from backwards of one minibatch, and the events behind them. Gradients for which
-    the stage has no room wait on the host."""
+    """Gradients of weights, by number, from backwards of one minibatch, and the event behind all of them. Gradients for
+    which the stage has no room wait on the host."""
 
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    events: list[StreamEvent] = field(default_factory=list)
+    event: StreamEvent | None = None
 
 
 class Stage:
@@ -395,9 +395,7 @@ class Stage:
             below, own = runner.backward(task, kept.pop(), sums)
         handed_on, waiting = self._keep(found.gradients, runner, own, task)
         self.memory.release(number, visit, waiting)
-        event = self.stream.record()
-        if event is not None:
-            found.events.append(event)
+        found.event = event = self.stream.record()
         return InputGradients(number, segment, below, handed_on), event
 
     def _keep(

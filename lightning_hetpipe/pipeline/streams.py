@@ -6,7 +6,8 @@ copies overlap with computing. User code and Lightning's thread share the device
 
 If a tensor goes from one stream to another, the first leaves a :class:`StreamEvent`, for which the other stream waits.
 The device waits, and no thread does. So threads run ahead of their devices. They are never ahead by more than is in
-flight, because Lightning's thread waits for a whole minibatch before it uses the gradients. Events stand:
+flight and one minibatch, because Lightning's thread waits for the minibatch before the one that it finishes. Events
+stand:
 
 - at a piece's inputs and outputs, and the gradients of both: from user code to a stage, from stage to stage, and back,
 - at a version that Lightning's thread has published, for the stage that reads it,
@@ -36,11 +37,18 @@ if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import BeforePass, Stage
 
 
-class StreamEvent(Protocol):
-    """A place in some streams, behind work that was given to the devices."""
+class GivenWork(Protocol):
+    """Work that was given to devices."""
 
     def synchronize(self) -> None:
         """Wait until this work is computed."""
+
+
+class StreamEvent(GivenWork, Protocol):
+    """A place in some streams, behind work that was given to the devices."""
+
+    def query(self) -> bool:
+        """Return True if this work is computed."""
 
 
 class Stream:
@@ -58,8 +66,11 @@ class Stream:
         stage's stream has one device, and ignores ``devices``."""
         return None
 
-    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
-        """Order all later work, which uses ``tensors`` of another stream, after ``event``."""
+    def join(
+        self, event: StreamEvent | None, tensors: Iterable[Tensor] = (), devices: Iterable[torch.device] = ()
+    ) -> None:
+        """Order all later work, which uses ``tensors`` of another stream, after ``event``. User code's streams on
+        ``devices`` wait for it as well."""
         if event is not None:
             event.synchronize()
             self._copy_streams.of(tensors)
@@ -145,6 +156,9 @@ class DeviceEvents:
     def __init__(self, streams: Sequence[torch.Stream]) -> None:
         self.events = [stream.record_event() for stream in streams]
 
+    def query(self) -> bool:
+        return all(event.query() for event in self.events)
+
     def synchronize(self) -> None:
         for event in self.events:
             event.synchronize()
@@ -165,7 +179,9 @@ class DeviceStream(Stream):
     def record(self, devices: Iterable[torch.device] = ()) -> DeviceEvents:
         return DeviceEvents([self._stream])
 
-    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(
+        self, event: StreamEvent | None, tensors: Iterable[Tensor] = (), devices: Iterable[torch.device] = ()
+    ) -> None:
         tensors = list(tensors)
         streams = {self._stream, *self._copy_streams.of(tensors, self._stream)}
         for tensor in tensors:
@@ -204,8 +220,10 @@ class UserStream:
         streams = [torch.accelerator.current_stream(device) for device in set(devices) if accelerates(device)]
         return DeviceEvents(streams) if streams else None
 
-    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
-        streams = set()
+    def join(
+        self, event: StreamEvent | None, tensors: Iterable[Tensor] = (), devices: Iterable[torch.device] = ()
+    ) -> None:
+        streams = {torch.accelerator.current_stream(device) for device in devices if accelerates(device)}
         for tensor in tensors:
             if accelerates(tensor.device):
                 stream = torch.accelerator.current_stream(tensor.device)
@@ -246,11 +264,11 @@ class Timed:
         self._since = self._stream.now()
         self._after = None if before is None else before(stage.index, work, minibatch)
 
-    def end(self, event: StreamEvent | None) -> None:
-        """End it: ``event`` is behind all of its work on the device. Emulated slowness sleeps here."""
+    def end(self, work: GivenWork | None) -> None:
+        """End it: ``work`` is all of its work on the device. Emulated slowness sleeps here."""
         if self._after is not None:  # who looks at a clock wants to know when it is computed
-            if event is not None:
-                event.synchronize()
+            if work is not None:
+                work.synchronize()
             self._after()
         self._stream.spent(self._since)
 

@@ -15,6 +15,7 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -134,6 +135,42 @@ def unequal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
     if waiting and (differ := torch.stack([*waiting.values()])).any():
         found += [place for place, differs in zip(waiting, differ.tolist(), strict=True) if differs]
     return found
+
+
+def alike(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Return True if each pair has one shape, one dtype and one device."""
+    return all(a.shape == b.shape and a.dtype == b.dtype and a.device == b.device for a, b in pairs)
+
+
+class Difference:
+    """Question to a device for the first of some ``pairs``, all :func:`alike`, that is not :func:`equal`. The device
+    answers later, and nobody waits meanwhile. It compares all tensors of a dtype at once, in copies of them."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for place, (one, _) in enumerate(pairs):
+            if one.numel():
+                kinds.setdefault((one.dtype, one.device), []).append(place)
+        self._groups = [[(place, pairs[place][0].numel()) for place in places] for places in kinds.values()]
+        self._found: list[Tensor] = []
+        for places in kinds.values():
+            one, other = (torch.cat([pairs[place][side].detach().reshape(-1) for place in places]) for side in (0, 1))
+            differ = (one != other) & ((one == one) | (other == other))
+            first = torch.where(differ.any(), differ.byte().argmax(), -1)
+            self._found.append(torch.empty_like(first, device="cpu", pin_memory=True))
+            self._found[-1].copy_(first, non_blocking=True)
+        self._events = [torch.accelerator.current_stream(device).record_event() for _, device in kinds]
+
+    def place(self) -> int | None:
+        """Return the place of the first pair that differs, or None. Wait for the device if it has yet to answer."""
+        for event in self._events:
+            if not event.query():
+                event.synchronize()
+        for group, found in zip(self._groups, self._found, strict=True):
+            ends = accumulate(size for _, size in group)
+            if (first := int(found)) >= 0:
+                return next(place for (place, _), end in zip(group, ends, strict=True) if first < end)
+        return None
 
 
 def _waits(tensor: Tensor) -> bool:

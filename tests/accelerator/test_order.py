@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline import streams
+from lightning_hetpipe.pipeline.values import Difference
 from tests.exact.pipelines import even
-from tests.exact.running import fit
+from tests.exact.running import assert_same_run, fit
 from tests.exact.test_captured import CASES, made
 from tests.support.accelerator import NAME, TestAccelerator
+from tests.support.accelerator.build import extension
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -145,7 +149,7 @@ def test_autograd_orders_its_streams() -> None:
 
 def without_wait(join: Callable[..., None]) -> Callable[..., None]:
     """A stream's ``join`` that says what it uses, but waits for no event."""
-    return lambda self, event, tensors=(): join(self, None, tensors)
+    return lambda self, event, *used: join(self, None, *used)
 
 
 BROKEN: dict[str, tuple[Any, str, Any, str]] = {
@@ -175,3 +179,58 @@ def test_a_fit_needs_its_waits(
     _, loader, layers = CASES[name]
     with pytest.raises(RuntimeError, match=said):
         fit(made(name), loader, strategy=even(layers, 4, 2), accelerator=accelerator, devices=4)
+
+
+class HostWaits(L.Callback):
+    """Notes how often the host had waited for a device when each batch ends."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counts.append(extension().host_waits())
+
+
+@pytest.mark.parametrize(("name", "stages"), [("gpt", 1), ("gpt", 2), ("resnet", 2)])
+def test_no_minibatch_makes_the_host_wait(accelerator: TestAccelerator, name: str, stages: int) -> None:
+    """In the steady state, only user code makes it wait, as a plain run does."""
+    _, loader, layers = CASES[name]
+    seen = HostWaits()
+    fit(made(name), loader, [seen], strategy=even(layers, stages, 3), accelerator=accelerator, devices=stages)
+    steady = seen.counts[len(loader) + 1 :]  # behind the first minibatch of the second epoch
+    assert steady == steady[:1] * (len(loader) - 1)
+
+
+def test_a_device_answers_which_tensors_differ() -> None:
+    """NaN equals NaN, and the first difference is found among several dtypes and sizes."""
+    nan = float("nan")
+    left = [torch.tensor(each, device=place(1)) for each in ([1.0, nan], [], [2], [3.0], [4, 5], True)]
+    assert Difference([(each, each.clone()) for each in left]).place() is None
+    for changed, value in ((0, 7.0), (2, 7), (3, nan), (4, 7), (5, False)):
+        right = [each.clone() for each in left]
+        right[changed].view(-1)[-1] = value
+        assert Difference([*zip(left, right, strict=True)]).place() == changed
+
+
+class ChangesBuffer(L.Callback):
+    """Changes a statistic of BatchNorm after a batch, in a way that no counter of torch's sees."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 2:
+            buffer = next(each for name, each in pl_module.named_buffers() if name.endswith("running_mean"))
+            buffer.data.add_(1)
+
+
+def test_changes_of_buffers_by_callbacks(accelerator: TestAccelerator) -> None:
+    """Taken over if no later minibatch is in flight, as in a plain run, and else refused, without a wait."""
+    _, loader, layers = CASES["resnet"]
+
+    def run(strategy: Any, **settings: Any) -> Any:
+        return fit(made("resnet"), loader, [ChangesBuffer()], strategy=strategy, **settings)
+
+    on_devices = {"accelerator": accelerator, "devices": 2}
+    assert_same_run(run(even(layers, 2, 1)), run(even(layers, 2, 1), **on_devices))
+    with pytest.raises(
+        SettingError, match=r"running_mean' of a pipelined .* was changed outside of forward after mini"
+    ):
+        run(even(layers, 2, 3), **on_devices)

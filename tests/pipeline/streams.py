@@ -34,12 +34,20 @@ class StreamRaces:
     Args:
         broken: What joins leave out: "events" or "tensors", of those whose ``what`` it says yes to.
         host_inputs: Pieces are given what lies on the host, so that no stream's event comes with it.
+        slow: Nothing is computed when somebody asks.
+
+    Attributes:
+        waits: How often a thread waited for an event.
     """
 
     def __init__(
-        self, broken: Callable[[str, FakeStream], bool] = lambda what, stream: False, host_inputs: bool = False
+        self,
+        broken: Callable[[str, FakeStream], bool] = lambda what, stream: False,
+        host_inputs: bool = False,
+        slow: bool = False,
     ) -> None:
-        self.host_inputs = host_inputs
+        self.host_inputs, self.slow = host_inputs, slow
+        self.waits = 0
         self.called: set[Minibatch] = set()
         self.races: list[str] = []
         self.broken = broken
@@ -131,7 +139,9 @@ class FakeStream(Stream, UserStream):
         with self._streams.lock:
             return FakeEvent(self._streams, dict(self.seen))
 
-    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(
+        self, event: StreamEvent | None, tensors: Iterable[Tensor] = (), devices: Iterable[torch.device] = ()
+    ) -> None:
         if not self._streams.broken("tensors", self):
             self.named |= {_key(tensor) for tensor in tensors}
         if isinstance(event, FakeEvent) and not self._streams.broken("events", self):
@@ -162,8 +172,12 @@ class FakeEvent:
         self.moments = moments
         self._streams = streams
 
+    def query(self) -> bool:
+        return not self._streams.slow
+
     def synchronize(self) -> None:
         """Whoever waits here gives its stream what follows only afterwards."""
+        self._streams.waits += 1
         if not self._streams.broken("waits", self._streams.here):
             self._streams.here.see(self.moments)
 

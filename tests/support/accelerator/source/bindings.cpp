@@ -31,5 +31,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("limit", &limit_of);
   m.def("default_generator", &default_generator);
   m.def("begin_order", &begin_order);
+  m.def("host_waits", &host_waits);
   m.def("start_autograd", &Engine::start, pybind11::call_guard<pybind11::gil_scoped_release>());
 }

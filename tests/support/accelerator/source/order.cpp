@@ -195,15 +195,29 @@ void once_over(const Access& access, std::function<void()> act) {
   pending().emplace_back(access, std::move(act));
 }
 
+std::atomic<int64_t> host_waits_{0};
+
+int64_t host_waits() {
+  return host_waits_;
+}
+
 void wait_on_host(const Clock& clock) {
+  host_waits_++;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    merge(over(), clock);
+  }
+  let_act(clock);
+}
+
+void let_act(const Clock& clock) {
   static std::mutex acting; // another thread that waits finds it done
   std::lock_guard<std::mutex> whole(acting);
   std::vector<std::function<void()>> acts;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    merge(over(), clock);
     auto& left = pending();
-    auto is_over = [&](const auto& each) { return at(over(), each.first.stream) >= each.first.time; };
+    auto is_over = [&](const auto& each) { return at(clock, each.first.stream) >= each.first.time; };
     for (auto& each : left) {
       if (is_over(each)) {
         acts.push_back(std::move(each.second));

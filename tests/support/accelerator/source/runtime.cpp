@@ -87,7 +87,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       wait(number_of(stream), static_cast<Event*>(event)->clock);
     }
   }
-  bool queryEvent(void* /*event*/) const override {
+  bool queryEvent(void* event) const override {
+    if (event != nullptr) {
+      let_act(static_cast<Event*>(event)->clock);
+    }
     return true;
   }
   void synchronizeEvent(void* event) const override {
