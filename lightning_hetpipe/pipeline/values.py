@@ -142,24 +142,32 @@ def alike(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     return all(a.shape == b.shape and a.dtype == b.dtype and a.device == b.device for a, b in pairs)
 
 
+_SMALL = 1 << 20
+"""Most bytes of a tensor that is copied to be compared with others."""
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
 class Difference:
     """Question to a device for the first of some ``pairs``, all :func:`alike`, that is not :func:`equal`. The device
-    answers later, and nobody waits meanwhile. It compares all tensors of a dtype at once, in copies of them."""
+    answers later, and nobody waits meanwhile. It compares all small tensors of a dtype at once, in copies of them."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
         for place, (one, _) in enumerate(pairs):
             if one.numel():
-                kinds.setdefault((one.dtype, one.device), []).append(place)
+                kinds.setdefault((one.dtype, one.device, place if one.nbytes > _SMALL else -1), []).append(place)
         self._groups = [[(place, pairs[place][0].numel()) for place in places] for places in kinds.values()]
         self._found: list[Tensor] = []
         for places in kinds.values():
-            one, other = (torch.cat([pairs[place][side].detach().reshape(-1) for place in places]) for side in (0, 1))
+            one, other = (_joined([pairs[place][side].detach() for place in places]) for side in (0, 1))
             differ = (one != other) & ((one == one) | (other == other))
             first = torch.where(differ.any(), differ.byte().argmax(), -1)
             self._found.append(torch.empty_like(first, device="cpu", pin_memory=True))
             self._found[-1].copy_(first, non_blocking=True)
-        self._events = [torch.accelerator.current_stream(device).record_event() for _, device in kinds]
+        self._events = [torch.accelerator.current_stream(device).record_event() for _, device, _ in kinds]
 
     def place(self) -> int | None:
         """Return the place of the first pair that differs, or None. Wait for the device if it has yet to answer."""

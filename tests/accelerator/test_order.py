@@ -204,9 +204,9 @@ def test_no_minibatch_makes_the_host_wait(accelerator: TestAccelerator, name: st
 def test_a_device_answers_which_tensors_differ() -> None:
     """NaN equals NaN, and the first difference is found among several dtypes and sizes."""
     nan = float("nan")
-    left = [torch.tensor(each, device=place(1)) for each in ([1.0, nan], [], [2], [3.0], [4, 5], True)]
+    left = [torch.tensor(each, device=place(1)) for each in ([1.0, nan], [], [2], [3.0], [4, 5], True, [0.0] * 300_000)]
     assert Difference([(each, each.clone()) for each in left]).place() is None
-    for changed, value in ((0, 7.0), (2, 7), (3, nan), (4, 7), (5, False)):
+    for changed, value in ((0, 7.0), (2, 7), (3, nan), (4, 7), (5, False), (6, nan)):
         right = [each.clone() for each in left]
         right[changed].view(-1)[-1] = value
         assert Difference([*zip(left, right, strict=True)]).place() == changed
