@@ -2,8 +2,8 @@
 
 A fork server is a fork of pytest's own process, made before that has loaded the package: it costs no import at all. A
 program begins as in an interpreter that was just started, but for modules that are loaded already, none but those that
-``import lightning`` loads, and pytest; and torch computes with one thread. Its process is a child of whoever asks for
-it, so that signals, exit codes and the ends of parents are those of any process.
+``import lightning`` and a first ``torch.export`` load, and pytest; and torch computes with one thread. Its process is a
+child of whoever asks for it, so that signals, exit codes and the ends of parents are those of any process.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 200.0
 """The time that a program has."""
 
-LIBRARIES = ("torch", "torch._dynamo", "scipy.signal", "transformers", "matplotlib.pyplot")
-"""Those of the modules that ``import lightning`` loads that take long."""
+LIBRARIES = ("torch", "torch._dynamo", "scipy.signal", "transformers", "matplotlib.pyplot", "torch.export._trace")
+"""Those of the modules that ``import lightning`` loads that take long; and the last, which ``torch.export`` loads."""
 
 LONGEST = 1 << 17
 """Bytes of a message with the arguments and the environment of a program."""
