@@ -15,7 +15,7 @@ print(*sorted(set(sys.modules) - before))
 
 
 def test_heavy_modules_are_imported_only_where_they_are_used() -> None:
-    run = forks.run("-c", PROGRAM)
+    run = forks.run("-c", PROGRAM, loaded="libraries")  # which has not loaded what a capture does
     assert run.returncode == 0, run.stderr
     added = run.stdout.split()
     assert "lightning_hetpipe.strategy.hetpipe_strategy" in added

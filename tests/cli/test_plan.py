@@ -226,6 +226,10 @@ def test_a_plan_joins_devices_where_that_pays(plan: Run, folder: Path, asked: st
     stages = Plan.load(folder / "run" / "plan.json").virtual_workers[0].stages
     (split,) = (split for stage in stages for split in stage.splits)
     assert split.layer == "layer_1"
+
+
+def test_a_plan_joins_no_devices_where_split_forbids_it(plan: Run, folder: Path) -> None:
+    save(WIDE, folder / "wide.json")
     plan("profile=wide.json", "devices=[3xRTX-3090]", "split=false", "strategy.split=auto", "hydra.run.dir=whole")
     assert not any(stage.group for stage in Plan.load(folder / "whole" / "plan.json").virtual_workers[0].stages)
 

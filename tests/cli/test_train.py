@@ -18,6 +18,9 @@ from tests.cli.conftest import Ends, Train
 FAST = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1"]
 FAST += ["trainer.limit_test_batches=1", "trainer.enable_progress_bar=false", "callbacks.progress_bar=null"]
 
+MINE = ["--config-dir", "mine", "experiment=mine"]
+"""A user's model, which needs no graph: the demo's is captured for training, for validations and for tests."""
+
 
 @pytest.mark.filterwarnings("error:stale gradients may keep")
 def test_the_digits_leave_logs_a_checkpoint_and_a_summary(
@@ -60,21 +63,21 @@ def test_the_gpt_says_how_many_bits_a_byte_takes(train: Train, capsys: pytest.Ca
 def test_the_same_seed_gives_the_same_result(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     results: list[str] = []
     for seed in (1, 1, 2):
-        train("--config-dir", "mine", "experiment=mine", f"seed={seed}", *FAST, f"hydra.run.dir=run{len(results)}")
+        train(*MINE, f"seed={seed}", *FAST, f"hydra.run.dir=run{len(results)}")
         results += [line for line in capsys.readouterr().out.splitlines() if line.startswith("train loss")]
     assert results[0] == results[1] != results[2]
 
 
 def test_a_run_is_resumed_from_a_checkpoint(train: Train, folder: Path) -> None:
-    train(*FAST)
+    train(*MINE, *FAST)
     (first,) = folder.glob("outputs/*/*/checkpoints/*.ckpt")
-    train(f"ckpt_path={first}", *FAST, "trainer.max_epochs=2", "hydra.run.dir=resumed")
+    train(*MINE, f"ckpt_path={first}", *FAST, "trainer.max_epochs=2", "hydra.run.dir=resumed")
     (second,) = folder.glob("resumed/checkpoints/*.ckpt")
     assert "step=6" in second.name
 
 
 def test_a_sweep_runs_each_job(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train("-m", "strategy.stages=1,2", *FAST, "data.batch_size=16")
+    train("-m", *MINE, "strategy.stages=1,2", "strategy.in_flight=4", *FAST)
     said = capsys.readouterr().out
     assert "pipeline of 1 stage," in said
     assert "pipeline of 2 stages," in said
@@ -83,20 +86,20 @@ def test_a_sweep_runs_each_job(train: Train, folder: Path, capsys: pytest.Captur
 
 def test_a_sweep_goes_on_after_a_job_that_fails(ends: Ends) -> None:
     jobs = ["+model.fails=1,null", "strategy.stages=2,50"]
-    output, error = ends(1, "-m", "--config-dir", "mine", "experiment=mine", *jobs, "callbacks=none")
+    output, error = ends(1, "-m", *MINE, *jobs, "callbacks=none")
     assert error.count("Traceback") == error.count("ValueError: a bug in training_step") == 1
     assert error.count("hetpipe-train: strategy.stages=50 is more than the 3 layers of the pipelined module;") == 2
     assert output.count("Trained as a pipeline of 2 stages") == 1
 
 
 def test_settings_reach_the_loggers_as_hyperparameters(train: Train, folder: Path) -> None:
-    train("logger=[csv,tensorboard]", "tags=[first,try]", *FAST)
+    train(*MINE, "+model.width=6", "logger=[csv,tensorboard]", "tags=[first,try]", *FAST)
     for name in ("csv", "tensorboard"):
         (file,) = folder.glob(f"outputs/*/*/{name}/hparams.yaml")
         logged: Any = OmegaConf.to_container(OmegaConf.load(file))
-        assert logged["strategy"]["stages"] == 3
+        assert logged["strategy"]["stages"] == 2
         assert logged["strategy"]["wsp"]["aggregate"] == "sum"
-        assert logged["model"]["lr"] == 0.01
+        assert logged["model"]["width"] == 6
         assert logged["tags"] == ["first", "try"]
 
 
@@ -114,7 +117,7 @@ def test_early_stopping_follows_the_metric_of_the_experiment(
 
 
 def test_a_model_in_the_working_directory_is_found(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    train("--config-dir", "mine", "experiment=mine")
+    train(*MINE)
     said = capsys.readouterr().out
     assert "pipeline of 2 stages" in said
     assert "train loss" in said
@@ -141,14 +144,7 @@ def test_devices_of_a_cluster_are_emulated(
 ) -> None:
     """In two stages, however long the layers take on this machine."""
     monkeypatch.setenv("HETPIPE_CACHE", str(folder / "cache"))
-    train(
-        "--config-dir",
-        "mine",
-        "experiment=mine",
-        "cluster=mixed_box",
-        "strategy.stages=2",
-        "trainer.enable_progress_bar=false",
-    )
+    train(*MINE, "cluster=mixed_box", "strategy.stages=2", "trainer.enable_progress_bar=false")
     said = capsys.readouterr().out
     assert "Trained as a pipeline of 2 stages" in said
     assert re.search(r"0 +(RTX-3090:0|RTX-2080-Ti:1|Quadro-RTX-4000:2) \(emulated\)", said)

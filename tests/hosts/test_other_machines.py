@@ -143,9 +143,8 @@ def test_all_of_a_stage_is_at_its_host_and_comes_home(hosts: Hosts) -> None:
     assert all(type(parameter) is nn.Parameter for parameter in learner.parameters())
 
 
-@pytest.mark.parametrize("from_hosts", [True, False])
-def test_checkpoints_are_those_of_threads(from_hosts: bool, hosts: Hosts, tmp_path: Path) -> None:
-    """A run that is resumed with its stages elsewhere goes on as one that was not."""
+def test_checkpoints_are_those_of_threads(hosts: Hosts, tmp_path: Path) -> None:
+    """A run that is resumed with its stages elsewhere goes on as one that was not, whichever has saved."""
     strategies: list[Callable[[], HetPipeStrategy]] = [
         lambda: apart(hosts, "attic", "attic", "desk"),
         lambda: stashing(plan=plan("desk", "desk", "desk")),
@@ -158,11 +157,9 @@ def test_checkpoints_are_those_of_threads(from_hosts: bool, hosts: Hosts, tmp_pa
     one, other = (torch.load(path, weights_only=True) for path in saved)
     assert_alike(one["state_dict"], other["state_dict"])
     assert_alike(one["optimizer_states"], other["optimizer_states"])
-    found = [
-        fit(task(), vectors(40, 4), strategy=strategy(), ckpt_path=str(saved[not from_hosts]))
-        for strategy in strategies
-    ]
-    assert_equal(found[0], found[1])
+    for path in saved:
+        found = [fit(task(), vectors(40, 4), strategy=each(), ckpt_path=str(path)) for each in strategies]
+        assert_equal(found[0], found[1])
 
 
 def assert_alike(one: Any, other: Any) -> None:

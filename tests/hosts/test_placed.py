@@ -38,14 +38,14 @@ from tests.support.models import ADAMW, CLASSES, Task, vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
-saved, plan, nodes, hosts = sys.argv[1], Plan.load(sys.argv[2]), *map(json.loads, sys.argv[3:])
+saved, plan, nodes, hosts, batches = sys.argv[1], Plan.load(sys.argv[2]), *map(json.loads, sys.argv[3:])
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, WIDE), nn.Linear(WIDE, CLASSES))
 learner = Task(net, ADAMW)
 wsp = WSPCallback(security={"insecure": True}, aggregate="mean")
 where = {"stage_hosts": hosts} if hosts else {"cluster": CLUSTER} if nodes == 1 else {}
 trainer = quiet_trainer(stashing(plan=plan, wsp=wsp, **where), num_nodes=nodes)
-trainer.fit(learner, vectors(4 * 30 * len(plan.virtual_workers), 4))
+trainer.fit(learner, vectors(4 * batches * len(plan.virtual_workers), 4))
 if trainer.is_global_zero:
     torch.save(learner.state_dict(), saved)
 """
@@ -72,8 +72,9 @@ def made(folder: Path, *, alone: bool) -> Path:
     return folder / "plan.json"
 
 
-def program(saved: Path, plan: Path, nodes: int = 1, hosts: str = "{}") -> list[object]:
-    return [sys.executable, "-c", PROGRAM, saved, plan, nodes, hosts]
+def program(saved: Path, plan: Path, nodes: int = 1, hosts: str = "{}", batches: int = 30) -> list[object]:
+    """Trains on so many ``batches`` for each virtual worker, three to a wave."""
+    return [sys.executable, "-c", PROGRAM, saved, plan, nodes, hosts, batches]
 
 
 def same(one: Path, other: Path) -> bool:
@@ -87,7 +88,7 @@ def test_the_bits_are_those_of_stages_in_threads(tmp_path: Path) -> None:
     here, there = tmp_path / "here.pt", tmp_path / "there.pt"
     with serving(known) as attic, serving(known) as cellar:
         hosts = f'{{"attic": "{attic.address}", "cellar": "{cellar.address}"}}'
-        for command in (program(here, plan), program(there, plan, hosts=hosts)):
+        for command in (program(here, plan, batches=12), program(there, plan, hosts=hosts, batches=12)):
             words, own = [*map(str, command[1:])], {**os.environ, "PYTHONPATH": str(ROOT), **known}
             ran = forks.run(*words, environment=own, starting=forks.LAUNCHES)
             assert ran.returncode == 0, ran.stderr

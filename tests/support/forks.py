@@ -2,8 +2,9 @@
 
 A fork server is a fork of pytest's own process, made before that has loaded the package: it costs no import at all. A
 program begins as in an interpreter that was just started, but for modules that are loaded already, none but those that
-``import lightning`` loads, and pytest; and torch computes with one thread. Its process is a child of whoever asks for
-it, so that signals, exit codes and the ends of parents are those of any process.
+``import lightning`` loads, and pytest; where Lightning is loaded, also those that ``torch.export`` loads. And torch
+computes with one thread. Its process is a child of whoever asks for it, so that signals, exit codes and the ends of
+parents are those of any process.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ SECONDS = 200.0
 LIBRARIES = ("torch", "torch._dynamo", "scipy.signal", "transformers", "matplotlib.pyplot")
 """Those of the modules that ``import lightning`` loads that take long."""
 
+CAPTURE = "torch.export._trace"
+"""What a first ``torch.export`` loads, as a process that captures a model does."""
+
 LONGEST = 1 << 17
 """Bytes of a message with the arguments and the environment of a program."""
 
@@ -73,6 +77,7 @@ def serve() -> None:
     if "lightning" not in sys.modules:
         _start("libraries")
     import_module("lightning")
+    import_module(CAPTURE)
     _start("lightning")
 
 

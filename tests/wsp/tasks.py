@@ -87,6 +87,12 @@ class InDoubles(Task):
         return super().compute((x.double(), y))
 
 
+def drops() -> Learner:
+    """Draws dropout, and has running statistics; no graph of it is needed, so that fits begin soon."""
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 8), nn.Dropout(0.2)]
+    return Task(nn.Sequential(*layers, nn.Linear(8, CLASSES)))
+
+
 def doubles() -> Learner:
     return mlp(task=InDoubles).double()
 
@@ -110,5 +116,6 @@ TASKS: dict[str, tuple[Callable[[], Learner], Callable[..., DataLoader[Any]]]] =
     "buffers": (buffers, models.vectors),
     "dtypes": (dtypes, models.vectors),
     "doubles": (doubles, models.vectors),
+    "drops": (drops, models.vectors),
     "wide": (wide, models.vectors),
 }

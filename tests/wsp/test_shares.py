@@ -75,10 +75,10 @@ def test_unequal_waves_shares_and_cuts(tmp_path: Path) -> None:
     the second: all do so at the ends of these waves. Another run goes on from the first checkpoint. In a last one,
     virtual worker 0 saves after its last minibatch, while the other one has a wave to go after as many waves.
     """
-    cuts = job(tmp_path / "cuts", 21, [2, 4], "transformer", validate=True, saves={"every_n_train_steps": 5})
+    cuts = job(tmp_path / "cuts", 21, [2, 4], "drops", validate=True, saves={"every_n_train_steps": 5})
     cuts.more["trainer"] = {"val_check_interval": 3}
     mean = job(tmp_path / "mean", 9, [4, 1], wsp={"aggregate": "mean"}, in_flight=3)
-    again = job(tmp_path / "again", 21, [2, 4], "transformer", resume=str(cuts.folder / "step=6.ckpt"))
+    again = job(tmp_path / "again", 21, [2, 4], "drops", resume=str(cuts.folder / "step=6.ckpt"))
     ahead = job(tmp_path / "ahead", 10, [2, 6], saves={"every_n_train_steps": 2})
     found = run_all(cuts, mean, again, ahead)
     runs = expected(cuts, cuts=[2, 3])
