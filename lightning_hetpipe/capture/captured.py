@@ -70,8 +70,8 @@ class Captured:
         self._example = (args, kwargs)
         self._autocast = Autocast.current()
         self._variants: list[Variant] = []
-        self._earlier = 0  # for how many other sizes there were graphs, before the module changed
-        self._fixed: SettingError | None = None  # why each graph is for the sizes of one call, if sizes cannot vary
+        self._earlier = 0  # the number of later graphs in a mode before the module changed
+        self._fixed: str | None = None  # why sizes cannot vary in a graph
         self._constants: frozenset[int] = frozenset()  # the places of numbers of which no graph makes an input
         self._calls: list[str | None] | None = None
         self._marked: Sequence[str] = ()  # paths of the modules that its first graph calls
@@ -86,14 +86,15 @@ class Captured:
                 return (number, *leaves)
         changing = [numbers for _, variant in of_this_mode if (numbers := variant.changing_numbers(args, kwargs))]
         if len(of_this_mode) == VARIANTS:
-            if self._fixed is not None:
-                raise self._fixed
+            given_names = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((args, kwargs)))
+            if self._fixed is not None and not changing and not given_names:
+                raise PipelineRefusal(self._fixed)
             way_out = (
                 "give it numbers as tensors, and decide by them with torch.where"
                 if changing
                 else "pad them to the same shapes"
             )
-            if any(isinstance(leaf, str) for leaf in pytree.tree_leaves((args, kwargs))):
+            if given_names:
                 way_out = "leave strings that it does not read, such as names of files, out of its call"
             raise PipelineRefusal(
                 f"'{self._name}' was given inputs of more than {VARIANTS} kinds, each of which needs its own graph"
@@ -123,7 +124,8 @@ class Captured:
 
     def capture_again(self) -> None:
         """Follow a change of the module other than a change of the values of weights and buffers."""
-        self._earlier = max(Counter(variant.mode for variant in self._variants).values(), default=1) - 1
+        graphs = Counter(variant.mode for variant in self._variants)
+        self._earlier = max(self._earlier, max(graphs.values(), default=1) - 1)
         self._variants.clear()
         for layer in self.layers:
             graph_layer(layer).code.clear()
@@ -143,15 +145,8 @@ class Captured:
         return self._module.training, torch.is_grad_enabled(), Autocast.current().dtypes
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: frozenset[int] = frozenset()) -> None:
-        earlier = max(len(self._of_this_mode()), self._earlier) if self._fixed is None else 0
-        numbers = self._inputs(args, kwargs, earlier, numbers)
-        try:
-            graph, checks = self._decided(args, kwargs, earlier, numbers)
-        except SettingError as error:
-            if not earlier:
-                raise
-            graph, checks = self._decided(args, kwargs, 0, numbers)
-            self._fixed = error
+        numbers = self._inputs(args, kwargs, numbers)
+        graph, checks = self._graph(args, kwargs, numbers)
         variant = Variant(graph, args, kwargs, self._mode(), checks, numbers)
         found = parts(graph, self._module, self._name, self.device, self._calls)
         marked = marked_paths(graph.graph)
@@ -196,15 +191,26 @@ class Captured:
             code.add(part.graph, own, part.changes)
         self._variants.append(variant)
 
-    def _inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], earlier: int, numbers: frozenset[int]
-    ) -> frozenset[int]:
+    def _graph(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Collection[int]
+    ) -> tuple[fx.GraphModule, DataChecks]:
+        """Make a graph for varying sizes if there are others. If sizes cannot vary, make it for the given sizes."""
+        earlier = max(len(self._of_this_mode()), self._earlier) if self._fixed is None else 0
+        try:
+            return self._decided(args, kwargs, earlier, numbers)
+        except SettingError as error:
+            if not earlier:
+                raise
+            found, self._fixed = self._decided(args, kwargs, 0, numbers), str(error)
+            return found
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: frozenset[int]) -> frozenset[int]:
         """Select those ``numbers`` that can be inputs of a graph: an operator takes a tensor there, and ``forward``
         does not decide by them. Other numbers are constants."""
         found = frozenset[int]()
         for number in sorted(numbers - self._constants):
             try:
-                self._decided(args, kwargs, earlier, {number})
+                self._graph(args, kwargs, {number})
                 found |= {number}
             except SettingError:
                 self._constants |= {number}

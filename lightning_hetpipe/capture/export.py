@@ -56,16 +56,16 @@ def graph_of(
 ) -> tuple[fx.GraphModule, DataChecks]:
     """Make the graph of ``module(*args, **kwargs)``, operators without Python, and the part for its decisions.
 
-    Sizes of inputs may vary from call to call by ``earlier``, if the graph does not depend on them. Its inputs are the
-    leaves of ``(args, kwargs)``, in order. The module is left unchanged. The graph must run under the present autocast:
-    its operators cast accordingly, and dtypes that ``forward`` asked of tensors are fixed.
+    ``earlier`` decides whether sizes of inputs may vary from call to call. The graph's inputs are the leaves of
+    ``(args, kwargs)``, in order. The module is left unchanged. The graph must run under the present autocast: its
+    operators cast accordingly, and dtypes that ``forward`` asked of tensors are fixed.
 
     Args:
         module: The live module, in the mode in which it is to run.
         args, kwargs: Arguments, of which only shapes, dtypes and devices of tensors matter.
         frozen: Python values that the module reads outside itself, and its decisions by values of data.
         known: Other answers to its first decisions.
-        earlier: Number of graphs for other sizes of inputs. The first graph is for these sizes only, which takes a
+        earlier: Number of the module's other graphs. The first graph is for these sizes only, which takes a
             quarter of the time. From the second graph on, sizes may vary, of images from the third graph on: that takes
             minutes for models that cut images into windows.
         numbers: Places, among the inputs, of numbers that may vary between calls.

@@ -54,13 +54,12 @@ class Buffers:
     def __init__(self, layers: Sequence[nn.Module], in_flight: int, device: torch.device) -> None:
         self._device = device
         self._names = [_told(module, name) for module, name in places(layers)]
+        self._shared: set[int] = set()  # buffers of which several minibatches have had one tensor
         self._asked: tuple[int, Difference] | None = None  # whether buffers were changed after a minibatch
         self._left = [[tensor_at(place).to(device, copy=True) for place in places(layers)] for _ in range(in_flight)]
 
     def begin(self, minibatch: int, live: Sequence[Tensor]) -> None:
-        """Take the ``live`` buffers as what forward ``minibatch`` left, because the pipeline starts empty behind it.
-        Raises as :meth:`publish`."""
-        self._refuse_changes()
+        """Take the ``live`` buffers as what forward ``minibatch`` left, because the pipeline starts empty behind it."""
         left = self.left(minibatch)
         for index, tensor in enumerate(live):
             left[index] = tensor.to(left[index].device, copy=True)
@@ -85,11 +84,18 @@ class Buffers:
             for index, tensor in enumerate(previous):
                 if index not in changing:
                     own[index] = tensor
-                elif own[index] is tensor or own[index].shape != tensor.shape or own[index].dtype != tensor.dtype:
+                    self._shared.add(index)
+                elif (
+                    self._is_shared(index, own) or own[index].shape != tensor.shape or own[index].dtype != tensor.dtype
+                ):
                     own[index] = torch.empty_like(tensor)
             with torch.no_grad():
                 foreach_copy_([own[index] for index in changing], [previous[index] for index in changing])
         self.bind(minibatch, layers)
+
+    def _is_shared(self, index: int, own: Sequence[Tensor]) -> bool:
+        others = (left for left in self._left if left is not own)
+        return index in self._shared and any(left[index] is own[index] for left in others)
 
     def copied(self, minibatch: int) -> list[Tensor]:
         """Return copies of the buffers from which a forward of ``minibatch`` is about to start."""
@@ -126,9 +132,9 @@ class Buffers:
 
         Raises:
             SettingError: for a change while later forwards run ``ahead``: they may have started from older buffers. If
-                a device compares the buffers, the next call raises it, so that nobody waits.
+                a device compares the buffers, :meth:`refuse_changes` raises it later, so that nobody waits.
         """
-        self._refuse_changes()
+        self.refuse_changes()
         if not self._names:
             return False
         left = self.left(minibatch)
@@ -146,7 +152,8 @@ class Buffers:
             left[index] = pairs[index][0].to(left[index].device, copy=True)
         return bool(changed)
 
-    def _refuse_changes(self) -> None:
+    def refuse_changes(self) -> None:
+        """Raise as :meth:`publish` if the device has found a change."""
         if self._asked is not None:
             (minibatch, difference), self._asked = self._asked, None
             if (index := difference.place()) is not None:

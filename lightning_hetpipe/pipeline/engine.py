@@ -3,7 +3,7 @@
 Lightning's thread drives it, and holds the lock over user code except while it waits here. The life of minibatch p:
 
     submit(p)        its runner starts training_step, ahead of Lightning's loop
-    finish(p)        Lightning's step p: waits until its gradients are there
+    finish(p)        Lightning's step p: waits until devices have been given all of its work
     show(p)          the live buffers and computed weights become what forward p left
     publish(p)       after Lightning's step p: the live weights become version p
 """
@@ -172,6 +172,7 @@ class Engine:
         self.minibatches.clear()
         for stage in self.stages:
             stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
+            stage.refuse_changes()
 
     def copy_layers(self) -> None:
         """Copy the live layers anew after changes other than of weights. Called before :meth:`begin`."""
@@ -220,14 +221,20 @@ class Engine:
         return minibatch
 
     def _stay_near(self, behind: list[StreamEvent]) -> None:
-        """Keep Lightning's thread less than two minibatches ahead of the devices, because memory is reused only after
-        they have computed. Without room for more gradients, it is not ahead. ``behind`` are the last one's events."""
-        full = any(stage.memory.lacks(stage.stash.total_bytes) for stage in self.stages)
-        waits = [*self._behind, *behind] if full else self._behind
-        self._behind = behind
-        if not all(event.query() for event in waits):
+        """Wait for the minibatch before the one just finished, whose events are ``behind``, because memory is reused
+        only after devices have computed. Without room for more gradients, wait for both."""
+        waits, self._behind = self._behind, behind
+        self._wait([*waits, *behind] if any(stage.lacks_room() for stage in self.stages) else waits)
+
+    def catch_up(self) -> None:
+        """Wait until devices have computed all finished minibatches."""
+        waits, self._behind = self._behind, []
+        self._wait(waits)
+
+    def _wait(self, events: Sequence[StreamEvent]) -> None:
+        if not all(event.query() for event in events):
             with self.main.unlocked():
-                for event in waits:
+                for event in events:
                     event.synchronize()
 
     def delivered(self, number: int) -> None:

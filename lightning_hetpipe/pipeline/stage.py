@@ -160,6 +160,7 @@ class Stage:
         self._user_stream = streams.user
         self._settings = settings
         self._compute_lock = compute_lock
+        self._newest: StreamEvent | None = None  # behind all that Lightning's thread does with earlier buffers
         self._saved: dict[tuple[int, tuple[int, int]], SavedForBackward] = {}  # by minibatch, and call and segment
         self._found: dict[int, FoundGradients] = {}
         self._taking = threading.Lock()
@@ -261,10 +262,15 @@ class Stage:
     def _published(self, version: Version) -> None:
         """Count the bytes of versions, and let tasks wait until ``version`` is computed."""
         self.memory.publish(self.stash.held_bytes)
-        if own := [reading for reading in version.needed if reading.version == version.number]:
-            event = self._user_stream.record([self.device])
-            for reading in own:
-                self.stash.buffer(reading).published = event
+        self._newest = self._user_stream.record([self.device])
+        for reading in version.needed:
+            if reading.version == version.number:
+                self.stash.buffer(reading).published = self._newest
+
+    def refuse_changes(self) -> None:
+        """Raise as :meth:`publish` for the changes of buffers of which a device has yet to tell."""
+        for runner in self._runners.values():
+            runner.buffers.refuse_changes()
 
     def state(self, minibatch: int) -> Sequence[Sequence[Tensor]]:
         """Return the buffers of each segment as the forwards of ``minibatch``, one of the last Nm, left them."""
@@ -274,6 +280,11 @@ class Stage:
         """Hand over the gradients of ``minibatch``, which has ended. They count until they are :meth:`delivered`."""
         with self._taking:
             return self._found.pop(minibatch, None) or FoundGradients()
+
+    def lacks_room(self) -> bool:
+        """Return True if the gradients of one more minibatch exceed the planned memory."""
+        memory, weights = self.memory, self.live.parameters
+        return memory.limited and memory.lacks(sum(each.nbytes for each in weights if each.requires_grad))
 
     def delivered(self, minibatch: int) -> None:
         """Stop counting the gradients of ``minibatch``: weights have them, in place of the last step's."""
@@ -356,6 +367,7 @@ class Stage:
     def _forward(self, task: Forward, event: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
         number, segment = task.minibatch, task.segment
         self.stream.join(self.stash.buffer(task.weights).published)
+        self.stream.join(self._newest)
         self.stream.join(event, task.value.tensors)
         runner = self._runners[segment]
         kind = runner.kind(task)

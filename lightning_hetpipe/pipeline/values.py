@@ -151,7 +151,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Difference:
-    """Question to a device for the first of some ``pairs``, all :func:`alike`, that is not :func:`equal`. The device
+    """Question to a device: which of the ``pairs`` is the first that differs? All must be :func:`alike`. The device
     answers later, and nobody waits meanwhile. It compares all small tensors of a dtype at once, in copies of them."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -165,7 +165,7 @@ class VersionedLayers:
         self.bytes = [parameter.nbytes for parameter in self.parameters]
         self.buffers: list[VersionBuffer] = []
         self._modules = list(layers.modules())
-        self.total_bytes = sum(self.bytes)
+        self._total_bytes = sum(self.bytes)
         self._held: dict[Reading, VersionBuffer] = {}
         self._bound: list[Tensor] = []
         self._bound_flags = _NO_FLAGS
@@ -175,7 +175,7 @@ class VersionedLayers:
         """Bytes of the buffers that hold a version."""
         buffers = set(self._held.values())
         if not any(buffer.frozen for buffer in buffers):
-            return self.total_bytes * len(buffers)
+            return self._total_bytes * len(buffers)
         sizes = (zip(map(id, buffer.tensors), self.bytes, strict=True) for buffer in buffers)
         return sum(dict(chain(*sizes)).values())
 

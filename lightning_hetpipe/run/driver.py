@@ -136,6 +136,8 @@ class Driver:
                 ahead.close()
         else:
             run(fetcher)
+        if self.pipeline is not None:
+            self.pipeline.catch_up()  # the epoch's time counts what devices still compute
         self.extensions.tell(Extension.epoch_ends)
         if self.pipeline is not None:
             self.pipeline.discard()

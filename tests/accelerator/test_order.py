@@ -8,16 +8,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline import streams
 from lightning_hetpipe.pipeline.values import Difference
-from tests.exact.pipelines import even
+from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_same_run, fit
 from tests.exact.test_captured import CASES, made
 from tests.support.accelerator import NAME, TestAccelerator
 from tests.support.accelerator.build import extension
+from tests.support.models import CLASSES, SGD, Task, vectors
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -215,8 +216,11 @@ def test_a_device_answers_which_tensors_differ() -> None:
 class ChangesBuffer(L.Callback):
     """Changes a statistic of BatchNorm after a batch, in a way that no counter of torch's sees."""
 
+    def __init__(self, step: int) -> None:
+        self.step = step
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if trainer.global_step == 2:
+        if trainer.global_step == self.step:
             buffer = next(each for name, each in pl_module.named_buffers() if name.endswith("running_mean"))
             buffer.data.add_(1)
 
@@ -225,12 +229,31 @@ def test_changes_of_buffers_by_callbacks(accelerator: TestAccelerator) -> None:
     """Taken over if no later minibatch is in flight, as in a plain run, and else refused, without a wait."""
     _, loader, layers = CASES["resnet"]
 
-    def run(strategy: Any, **settings: Any) -> Any:
-        return fit(made("resnet"), loader, [ChangesBuffer()], strategy=strategy, **settings)
+    def run(strategy: Any, step: int = 2, **settings: Any) -> Any:
+        return fit(made("resnet"), loader, [ChangesBuffer(step)], strategy=strategy, **settings)
 
-    on_devices = {"accelerator": accelerator, "devices": 2}
+    on_devices: Any = {"accelerator": accelerator, "devices": 2}
     assert_same_run(run(even(layers, 2, 1)), run(even(layers, 2, 1), **on_devices))
     with pytest.raises(
         SettingError, match=r"running_mean' of a pipelined .* was changed outside of forward after mini"
     ):
         run(even(layers, 2, 3), **on_devices)
+    with pytest.raises(SettingError, match="was changed outside of forward"):
+        run(even(layers, 2, 3), step=len(loader) - 1, **on_devices)  # after which nothing is published in this epoch
+
+
+def normed() -> Task:
+    """A model with statistics on each of four stages."""
+    torch.manual_seed(3)
+    blocks = [each for _ in range(4) for each in (nn.Linear(6, 6), nn.BatchNorm1d(6))]
+    return Task(nn.Sequential(*blocks, nn.Linear(6, CLASSES)), SGD)
+
+
+@pytest.mark.parametrize("weights", ["stash", "sync", "2bw"])
+def test_a_forward_waits_for_those_who_read_earlier_buffers(accelerator: TestAccelerator, weights: str) -> None:
+    """In a window, no version is published between minibatches, but buffers are shown."""
+    settings: Any = {"accumulate_grad_batches": 4, "accelerator": accelerator, "devices": 4}
+    strategy = Pinned((0, 2, 4, 6), 3, weights=weights)
+    record = fit(normed(), vectors(64, 4), strategy=strategy, **settings)
+    on_cpu = Pinned((0, 2, 4, 6), 3, weights=weights)
+    assert_same_run(fit(normed(), vectors(64, 4), strategy=on_cpu, accumulate_grad_batches=4), record)

@@ -293,6 +293,40 @@ def test_inputs_of_too_many_kinds() -> None:
     assert_refused(Counts(Takes(), SGD), message, strategy=Pinned((0,), 3), loader=vectors(48, 4))
 
 
+class Averages(nn.Module):
+    """Changes a buffer in later calls only, so that its first graph leaves it alone."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, CLASSES)
+        self.register_buffer("average", torch.zeros(CLASSES))
+
+    def forward(self, x: Tensor, update: bool) -> Tensor:
+        y: Tensor = self.linear(x)
+        if update:
+            self.average.lerp_(y.detach().mean(0), 0.5)
+        return y * (1 + self.average)
+
+
+def test_a_buffer_that_later_graphs_change() -> None:
+    """It was one tensor for all minibatches in flight, as long as none changed it."""
+
+    loader = vectors(60, 4)
+    first = next(iter(loader))[1][0]
+
+    class Updates(Whole):
+        def compute(self, batch: Batch) -> Outputs:
+            return {"loss": self.model(batch[0], bool(batch[1][0] != first)).square().mean()}
+
+    def made() -> Updates:
+        torch.manual_seed(5)
+        return Updates(Averages(), SGD)
+
+    assert_equal(expect(made(), loader, 3), fit(made(), loader, strategy=Pinned((0,), 3)))
+
+
 @pytest.mark.parametrize("memory", [False, True], ids=["module", "memory"])
 def test_a_norm_that_two_pieces_share_is_refused_where_they_are_cut(memory: bool) -> None:
     norm, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)

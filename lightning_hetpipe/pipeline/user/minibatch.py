@@ -141,8 +141,8 @@ class Minibatch:
         call()
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Mark the minibatch as ended: its results are there, or it failed, which stages then forget. Only the first
-        call decides which."""
+        """Mark the minibatch as ended: its results are there, or it failed. Stages forget a failed one. The first call
+        decides which it is."""
         with self._mutex:
             if self._decided:
                 return
