@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline import buffers
 from lightning_hetpipe.pipeline.buffers import Buffers, places
 from lightning_hetpipe.pipeline.weight_stash import Live
 
@@ -110,6 +111,19 @@ def test_outsiders_see_those_of_their_minibatch_while_later_forwards_have_run(in
     for minibatch in (1, 2, 3):
         segment.show(minibatch)
         assert counter.count.tolist() == [minibatch, minibatch]
+
+
+def test_a_buffer_is_shared_as_long_as_no_forward_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minibatches in flight keep what their forwards left, if a later graph changes it."""
+    segment = Segment(Counter(), slots=3)
+    with monkeypatch.context() as constant:
+        constant.setattr(buffers, "may_change", lambda module, name: False)
+        for minibatch in (1, 2, 3, 4):
+            segment.buffers.before_forward(minibatch, segment.places[0])
+        assert len({id(segment.buffers.left(minibatch)[0]) for minibatch in (2, 3, 4)}) == 1
+    for minibatch in (5, 6):
+        segment.forward(minibatch, 0)
+    assert [segment.buffers.left(minibatch)[0].tolist() for minibatch in (4, 5, 6)] == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_a_backward_finds_the_buffers_of_its_forward() -> None:
