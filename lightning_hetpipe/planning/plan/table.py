@@ -87,11 +87,14 @@ def _headline(plan: Plan) -> str:
 
 def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[str]:
     guess = ESTIMATE if stage.estimated else ""
+    place, total = stage.place, sum(member.share for member in stage.group) or 1.0
+    if stage.group:  # all its devices, with their percentages of the work
+        place = " + ".join(f"{member.place} {member.share / total:.0%}" for member in stage.group)
     gpu, limit = known(stage.device_name), stage.memory_limit_bytes
     nominal = ESTIMATE if stage.nominal or (stage.estimated and gpu is not None and gpu.memory == limit) else ""
     cells = [
         str(number),
-        f"{stage.node} {_devices(stage)}",
+        f"{stage.node} {place}",
         span(plan.layers[stage.first_layer : stage.last_layer + 1]),
         f"×{stage.last_layer - stage.first_layer + 1}",
         f"{guess}{stage.time_s * 1000:,.1f}",
@@ -100,14 +103,6 @@ def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[st
     ]
     cells = [f"{cell} {BAD}" if column in bad else cell for column, cell in enumerate(cells)]
     return [*cells, "bottleneck"] if stage.time_s == plan.bottleneck_s and not plan.spread else cells
-
-
-def _devices(stage: PlannedStage) -> str:
-    """Name the stage's device, or all devices of its group with their percentages of the work."""
-    if not stage.group:
-        return stage.place
-    total = sum(member.share for member in stage.group) or 1.0
-    return " + ".join(f"{member.place} {member.share / total:.0%}" for member in stage.group)
 
 
 def span(layers: Sequence[str]) -> str:

@@ -110,11 +110,13 @@ class Divider:
 
         for order in self._orders:
             bisect(order, self._boundaries)
-        high = inf
+        high, around = inf, np.arange(-2 * self._gap, 2 * self._gap + 1)
         while found and not self.whole and min(found.values()) * CLOSE < high:
             best = min(found, key=found.__getitem__)
             high = found[best]
-            bisect(DeviceOrder(self.costs, self._around(best.kinds), self._orders[0].stages), self._near(best.splits))
+            near = np.unique(np.add.outer([*best.splits, self.costs.layers], around))
+            near = near[(near >= 0) & (near <= self.costs.layers)]
+            bisect(DeviceOrder(self.costs, self._around(best.kinds), self._orders[0].stages), near)
         latest = [*found][::-1]
         return sorted(latest, key=found.__getitem__)
 
@@ -151,11 +153,6 @@ class Divider:
             if kind not in kinds[place + 1 :]:
                 blocks += [((kind, 1),)] * (len(self.costs.kinds[kind].slots) - kinds.count(kind))
         return blocks
-
-    def _near(self, splits: Sequence[int]) -> Rows:
-        around = np.arange(-2 * self._gap, 2 * self._gap + 1)
-        near = np.unique(np.add.outer([*splits, self.costs.layers], around))
-        return near[(near >= 0) & (near <= self.costs.layers)]
 
 
 @dataclass(frozen=True)
@@ -333,19 +330,19 @@ class DeviceOrder:
 
     def sources(self, row: int) -> tuple[Rows, Rows]:
         """Return the rows behind ``row``, with the foremost device on its node and on other nodes."""
-        if row not in self._sources:
-            self._sources[row] = self._sources_of(row)
-        return self._sources[row]
-
-    def _sources_of(self, row: int) -> tuple[Rows, Rows]:
+        if (known := self._sources.get(row)) is not None:
+            return known
         transition = self.transition_to[row]
         assert transition is not None
         if transition.first:
             here = self._node_of[: transition.start] == self._node_of[row]
             here[0] = False
-            return np.flatnonzero(here), np.flatnonzero(~here)[1:]
-        near, far = transition.near[row - transition.rows.start], transition.far[row - transition.rows.start]
-        return near[near > 0], far[far > 0]
+            near, far = np.flatnonzero(here), np.flatnonzero(~here)[1:]
+        else:
+            near, far = (each[row - transition.rows.start] for each in (transition.near, transition.far))
+            near, far = near[near > 0], far[far > 0]
+        self._sources[row] = near, far
+        return near, far
 
     def _add(self, block: Block) -> None:
         start = len(self.kind_of)
