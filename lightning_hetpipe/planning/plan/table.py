@@ -39,7 +39,14 @@ def table(plan: Plan) -> str:
         title = f"virtual worker {index}: {rate} minibatches per second, in waves of {wave}"
         lines += ["", *([title] if many else []), *aligned([_HEADER, *rows], left=(1, 2, 3))]
     stages = [stage for worker in plan.virtual_workers for stage in worker.stages]
-    notes = [_together(plan)] if many else []
+    notes = []
+    if many:  # the summed updates, staleness, and traffic
+        workers = len(plan.virtual_workers)
+        notes.append(
+            f"N = {workers}: the sum of their updates acts like {workers} times the learning rate; s_global ="
+            f" {plan.global_staleness} minibatches at D = {plan.clock_distance}; {in_bytes(plan.network_bytes)} cross"
+            f" the network per minibatch, with placement={plan.placement!r}"
+        )
     if any(stage.estimated for stage in stages):
         notes.append(f"{ESTIMATE} is an estimate from data sheets: the layers were not measured on this device")
     if any(stage.nominal for stage in stages):
@@ -50,16 +57,6 @@ def table(plan: Plan) -> str:
     lines += ["", *notes] if notes else []
     lines += [f"{BAD} {_where(problem.place, many)} {problem.said}" for problem in problems]
     return "\n".join(lines)
-
-
-def _together(plan: Plan) -> str:
-    """Summarise several virtual workers: the summed updates, staleness, and traffic."""
-    workers = len(plan.virtual_workers)
-    return (
-        f"N = {workers}: the sum of their updates acts like {workers} times the learning rate; s_global ="
-        f" {plan.global_staleness} minibatches at D = {plan.clock_distance}; {in_bytes(plan.network_bytes)} cross the"
-        f" network per minibatch, with placement={plan.placement!r}"
-    )
 
 
 def _where(place: str, many: bool) -> str:

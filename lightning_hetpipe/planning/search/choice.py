@@ -74,14 +74,17 @@ class _Search:
         self._found: dict[int, Estimate | None] = {}
 
     def choose(self) -> Estimate:
-        problem, first = self._problem, self._enough_in_flight
+        problem, fastest = self._problem, self._fastest
+        # Begin with the Nm at which the fastest division keeps all stages busy.
+        busy = ENOUGH * (sum(fastest.takes) + problem.synchronise) / fastest.bottleneck if fastest.bottleneck else 1
+        first = problem.versions(max(1, math.ceil(busy - 1e-9))).most_in_flight
         self._upwards(first)
         if self._best * self._fastest.bottleneck < ENOUGH:
             self._downwards(first)  # memory may have room for faster plans with fewer in flight
         if not (plans := self._plans):
             return self._unfit(self._at(1).least_lacking(), asked=False)
-        fastest = max(plans, key=lambda plan: plan.rate).in_flight
-        self._found[fastest] = self._at(fastest).best(work=MUCH)
+        quickest = max(plans, key=lambda plan: plan.rate).in_flight
+        self._found[quickest] = self._at(quickest).best(work=MUCH)
         good = ENOUGH * self._best
         chosen = next(plan for plan in self._plans if plan.rate >= good)
         while chosen.in_flight > 1 and chosen.in_flight - 1 not in self._found:
@@ -195,13 +198,6 @@ class _Search:
     def _fastest(self) -> Division:
         """The fastest division without a limit of memory."""
         return min(self._unlimited(MANY), key=lambda each: each.bottleneck)
-
-    @property
-    def _enough_in_flight(self) -> int:
-        """Nm at which the fastest division keeps all stages busy, without a limit of memory."""
-        found = self._fastest
-        busy = ENOUGH * (sum(found.takes) + self._problem.synchronise) / found.bottleneck if found.bottleneck else 1
-        return self._problem.versions(max(1, math.ceil(busy - 1e-9))).most_in_flight
 
     def _unlimited(self, in_flight: int) -> list[Division]:
         return self._problem.divider.least(in_flight, self._problem.room(1, share=math.inf))

@@ -72,7 +72,12 @@ class Divider:
 
     def __init__(self, costs: Costs, stages: int | None = None, ordered: bool = False) -> None:
         self.costs = costs
-        orders, self.exact = orders_of_blocks(costs, ordered)
+        everything = tuple((kind, len(each.slots)) for kind, each in enumerate(costs.kinds))
+        self.exact = ordered or _states(everything) <= MOST_ROWS
+        if ordered:
+            orders: list[list[Block]] = [[(each,) for each in everything]]
+        else:
+            orders = [[everything]] if self.exact else _orders_by_speed(costs)
         self._orders = [DeviceOrder(costs, blocks, stages or 1) for blocks in orders]
         self._shift = int(stages is not None)
         self._gap = max(1, -(-costs.layers // MOST_BOUNDARIES))
@@ -376,19 +381,6 @@ class DeviceOrder:
 def _padded(lists: Sequence[Sequence[int]]) -> Rows:
     width = max(1, *map(len, lists))
     return np.array([[*each, *[0] * (width - len(each))] for each in lists], dtype=np.intp)
-
-
-def orders_of_blocks(costs: Costs, ordered: bool) -> tuple[list[list[Block]], bool]:
-    """Return the orders of blocks to search, and whether these are all orders of every subset of the devices.
-
-    With ``ordered``, the devices, each of a kind of its own, stay in their order.
-    """
-    everything = tuple((kind, len(each.slots)) for kind, each in enumerate(costs.kinds))
-    if ordered:
-        return [[(each,) for each in everything]], True
-    if _states(everything) <= MOST_ROWS:
-        return [[everything]], True
-    return _orders_by_speed(costs), False
 
 
 def _states(block: Block) -> int:

@@ -80,22 +80,18 @@ class KeptBytes:
     """Bytes of any size, by name, which VW 0 leaves for VWs that come later."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[messages.KeepBytes, Bytes]] = {}
+        self.content: dict[str, tuple[messages.KeepBytes, Bytes]] = {}
         self.asked: dict[int, str] = {}
         """Name of the bytes for which a VW waits, by VW."""
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._kept
 
     def serve(self, message: messages.AboutKept, body: Bytes) -> tuple[messages.Answer, Sequence[Bytes]]:
         """Return the answer and its body."""
         if isinstance(message, messages.KeepBytes):
-            self._kept.pop(message.name, None)
+            self.content.pop(message.name, None)
             if len(body):
-                self._kept[message.name] = message, body
+                self.content[message.name] = message, body
             return messages.Done(), ()
-        kept, content = self._kept.get(message.name, (None, b""))
+        kept, content = self.content.get(message.name, (None, b""))
         if kept is None or (kept.readers and message.incarnation not in kept.readers):
             self.asked[message.vw] = message.name
             return messages.NotYet(f"'{message.name}', which VW 0 leaves"), ()
