@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,11 +71,6 @@ class Child:
     @property
     def name(self) -> str:
         return f"virtual worker {self.worker}"
-
-    @property
-    def was_told(self) -> bool:
-        """True if it was told to end and has left the other virtual workers, who hear of it through servers."""
-        return self.error is not None and self.error.startswith(f"{ToldToEnd.__name__}:")
 
     def send(self, signum: int) -> None:
         """Send a signal to the child, and SIGINT to all processes of its session, as a terminal does. A process that is
@@ -203,7 +197,8 @@ class Children:
             say(f"{child} {how(code)}, and is started again ({left or 'no'} more restart{'s' * (left != 1)})")
             return again
         try:
-            if failed and not child.was_told:
+            # If it was told to end and has left the other virtual workers, they hear of it through servers.
+            if failed and not (child.error or "").startswith(f"{ToldToEnd.__name__}:"):
                 ended, sentence = how(code), f"{child} {how(code)}" if child.error is None else ""
                 if child.error is not None and child.lost:
                     ended, sentence = f"was {child.lost}", went_on_without(str(child), child.lost)
@@ -316,7 +311,7 @@ class Children:
             self._may_restart = False
         for child in self._still():  # a restarted child may be about to come back to a run that is over
             self._tell(child, {})
-            if lost_workers.has_lost(child.worker):  # a stopped child ends once it goes on
+            if child.worker in lost_workers.lost:  # a stopped child ends once it goes on
                 child.send(signal.SIGCONT)
         # Not by `notice_if_long`: from Python 3.12 on, no thread can start at the program's exit.
         soon = NOTICE_AFTER if self.end_timeout is None else min(self.end_timeout, NOTICE_AFTER)
@@ -424,7 +419,7 @@ def work_of(session: int) -> frozenset[object]:
     between. ``session`` is the process id of the session's leader. Without Linux all marks are equal."""
     marks = set[object]()
     for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # it has just ended
             state, *numbers = file.read_text().rpartition(")")[2].split()
             if int(numbers[2]) == session:
                 ticks = int(numbers[10]) + int(numbers[11])  # in user code, and in the kernel

@@ -30,7 +30,7 @@ class LostWorkers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lost: dict[int, str] = {}
+        self.lost: dict[int, str] = {}
         """Descriptions of lost virtual workers, which the end of the run has still to name."""
         self._exits_with_one = False
         self._failed = 0
@@ -41,20 +41,16 @@ class LostWorkers:
         """Record that virtual worker ``vw`` with the name ``who`` is lost. ``how`` it ended is a text such as "died by
         SIGKILL". ``sentence`` is logged now, unless empty."""
         with self._lock:
-            if vw in self._lost or self._failed:
+            if vw in self.lost or self._failed:
                 return
-            self._lost[vw] = f"{who}, which {how}"
+            self.lost[vw] = f"{who}, which {how}"
         if sentence:
             say(sentence)
-
-    def has_lost(self, vw: int) -> bool:
-        """Return True if virtual worker ``vw`` is lost."""
-        return vw in self._lost
 
     def find(self, vw: int) -> None:
         """Record that virtual worker ``vw`` takes part again."""
         with self._lock:
-            self._lost.pop(vw, None)
+            self.lost.pop(vw, None)
 
     def exit_with_one(self) -> None:
         """Let the program exit with 1 for another failure, which this process has logged and survived."""
@@ -63,7 +59,7 @@ class LostWorkers:
     def name(self) -> None:
         """End a run: log the virtual workers without which it has gone on. The program exits with 1 because of them."""
         with self._lock:
-            lost, self._lost = self._lost, {}
+            lost, self.lost = self.lost, {}
         if lost:
             self.exit_with_one()
             say(f"this run went on without {', '.join(lost[vw] for vw in sorted(lost))}")
@@ -71,7 +67,7 @@ class LostWorkers:
     def forget(self, code: int = 1) -> None:
         """Forget all lost virtual workers, because the run has failed with an exception. Its exit code is ``code``."""
         with self._lock:
-            self._lost.clear()
+            self.lost.clear()
             self._exits_with_one, self._failed = False, code
 
     @property
@@ -87,7 +83,7 @@ class LostWorkers:
     @property
     def status(self) -> int:
         """Exit code of this program, as far as its last run and its end determine it."""
-        return self._failed or int(bool(self._lost) or self._exits_with_one or self.uncaught is not None)
+        return self._failed or int(bool(self.lost) or self._exits_with_one or self.uncaught is not None)
 
     def watch(self) -> None:
         """Begin a run whose lost workers change the exit code. Call this before other functions are registered for the
@@ -99,7 +95,7 @@ class LostWorkers:
 
     def _at_exit(self) -> None:
         """Exit with 1, unless another failure in this process has its own exit code."""
-        if (self._lost or self._exits_with_one) and not self._failed and self.uncaught is None:
+        if (self.lost or self._exits_with_one) and not self._failed and self.uncaught is None:
             self.name()
             # Python has fixed its exit code by now. So exit in the last of multiprocessing's late finalizers.
             Finalize(None, exit_now, args=(1,), exitpriority=_LAST)

@@ -234,8 +234,10 @@ def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnviro
             f" virtual worker; start {virtual_workers} on each node, or leave virtual_workers out"
         )
     if planned and not _as_planned(planned, nodes, node, per_node, size):
+        *most, last = map(str, planned)
+        numbers = f"{', '.join(most)} and {last}" if most else last
         raise SettingError(
-            f"the plan has {_numbers(planned)} virtual workers on {_nodes(len(planned))}, but {size} processes were"
+            f"the plan has {numbers} virtual workers on {_nodes(len(planned))}, but {size} processes were"
             f" started on {_nodes(nodes)}, {per_node} of them on node {node}, which this is; start one process for each"
             " virtual worker of the plan, in its order, and one on each node without any"
         )
@@ -260,11 +262,6 @@ def _as_planned(planned: Sequence[int], nodes: int, node: int, per_node: int, si
 
 def _of(planned: Sequence[int]) -> str:
     return "stages" if 0 in planned else "virtual workers"
-
-
-def _numbers(counts: Sequence[int]) -> str:
-    *most, last = map(str, counts)
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _nodes(count: int) -> str:

@@ -102,7 +102,6 @@ ENDS = (0, 1, 2, 130, 143)
 """Exit codes with which a command ends by itself. Any other exit code, or a signal, is a loss."""
 
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
-_LOCAL = "LOCAL_RANK"
 _NUMBERED = ("RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK")
 _SOON = 1.0  # seconds after which SIGINT is passed on: by then Lightning ignores a second one
 
@@ -241,5 +240,5 @@ def can_supervise() -> bool:
 
 def own_number() -> int:
     """Return the number of the virtual worker of this machine that a person has started here."""
-    given = os.environ.get(_LOCAL, "")
+    given = os.environ.get("LOCAL_RANK", "")
     return int(given) if given.isdecimal() else 0

@@ -76,9 +76,14 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
     Raises:
         SettingError: without matplotlib, or if the timeline has nothing of these minibatches.
     """
-    if first is None and last is None:
-        first, last = _readable(timeline)
     kept = timeline.minibatches
+    if first is None and last is None:
+        if not kept:
+            raise SettingError("this timeline is empty, so that there is nothing to draw; record some minibatches")
+        # From the middle, because a pipeline looks different at an epoch's start and end.
+        count = min(len(kept), max(6, 2 * timeline.in_flight))
+        first = kept.start + (len(kept) - count) // 2
+        last = first + count - 1
     window = timeline.between(kept.start if first is None else first, kept.stop - 1 if last is None else last)
     start, end = window.extent
     if end <= start:
@@ -103,16 +108,6 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
-def _readable(timeline: Timeline) -> tuple[int, int]:
-    """Choose minibatches from the middle, because a pipeline looks different at an epoch's start and end."""
-    kept = timeline.minibatches
-    if not kept:
-        raise SettingError("this timeline is empty, so that there is nothing to draw; record some minibatches")
-    count = min(len(kept), max(6, 2 * timeline.in_flight))
-    first = kept.start + (len(kept) - count) // 2
-    return first, first + count - 1
-
-
 def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[Row], start: float, end: float) -> None:
     from matplotlib.patches import Patch
 
@@ -127,8 +122,10 @@ def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[Row], start: float
                 style["linewidth"] = 0.0
             axes.broken_barh([(unit * (left - start), unit * (right - left))], (place - 0.4, 0.8), **style)
             known.setdefault(span.work, Patch(**_style(span)))
-            if span.work not in WAITS | {IDLE, TURN}:
-                _write(axes, str(span.minibatch), place, left - start, right - start, end - start)
+            text = str(span.minibatch)
+            if span.work not in WAITS | {IDLE, TURN} and right - left > 0.005 * len(text) * (end - start):
+                centre = unit * (left + right - 2 * start) / 2
+                axes.text(centre, place, text, ha="center", va="center", fontsize="x-small", clip_on=True)
     axes.set_yticks(range(len(rows)), [timeline.label(row).replace(", ", "\n", 1) for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, unit * (end - start))
@@ -152,12 +149,6 @@ def _style(span: Span) -> dict[str, Any]:
     if span.work == TURN:
         return {"facecolor": "white", "edgecolor": "#D55E00", "hatch": "xxxx", "linewidth": 0.0}
     return {"facecolor": COLOURS.get(span.work, "#DDDDDD"), "edgecolor": "white", "linewidth": 0.5}
-
-
-def _write(axes: Axes, text: str, place: int, left: float, right: float, width: float) -> None:
-    if (right - left) / width > 0.005 * len(text):
-        centre = 500.0 * (left + right)
-        axes.text(centre, place, text, ha="center", va="center", fontsize="x-small", clip_on=True)
 
 
 def _draw_curves(axes: Axes, timeline: Timeline, start: float, end: float) -> None:

@@ -196,7 +196,7 @@ class RunReport:
                 str(index),
                 stage.device,
                 span(stage.layers),
-                _kinds(stage.layer_types),
+                ", ".join(kind if n == 1 else f"{kind} ×{n}" for kind, n in Counter(stage.layer_types).items()),
                 f"{stage.parameters:,}",
                 f"{stage.time_s * 1000:,.1f}" if stage.time_s else NONE,
                 f"{stage.busy:.0%}" if self.minibatches and stage.busy is not None else NONE,
@@ -205,7 +205,3 @@ class RunReport:
             for index, stage in enumerate(self.stages)
         ]
         return aligned([header, *rows], left=(0, 1, 2, 3))
-
-
-def _kinds(types: Sequence[str]) -> str:
-    return ", ".join(kind if count == 1 else f"{kind} ×{count}" for kind, count in Counter(types).items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import pairwise
@@ -97,7 +97,8 @@ class Timeline:
     @property
     def extent(self) -> tuple[float, float]:
         """The first start and the last end, in seconds."""
-        return _extent(self.spans)
+        starts, ends = [span.start for span in self.spans], [span.end for span in self.spans]
+        return min(starts, default=0.0), max(ends, default=0.0)
 
     def between(self, first: int, last: int) -> Timeline:
         """Return the part of the timeline that belongs to the minibatches ``first`` to ``last``, both inclusive.
@@ -113,7 +114,7 @@ class Timeline:
             kept = self.minibatches
             there = f"it has minibatches {kept.start} to {kept.stop - 1}" if kept else "it is empty"
             raise SettingError(f"between({first}, {last}) asks for minibatches that this timeline lacks: {there}")
-        start, end = _extent(own)
+        start, end = replace(self, spans=tuple(own)).extent
         own += [span for span in self.spans if span.work == EVALUATE and start <= span.start and span.end <= end]
         versions = {number: version for number, version in self.versions.items() if first <= number <= last}
         return replace(self, spans=tuple(sorted(own, key=attrgetter("start"))), versions=versions)
@@ -173,11 +174,6 @@ class Timeline:
         """Write :meth:`to_chrome_trace` to the file ``path``."""
         with open(path, "w") as file:
             json.dump(self.to_chrome_trace(), file)
-
-
-def _extent(spans: Iterable[Span]) -> tuple[float, float]:
-    spans = list(spans)
-    return min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
 
 
 def _parts(span: Any, times: StageTimes) -> Iterator[Span]:

@@ -45,16 +45,12 @@ def _when(event: Event) -> tuple[float, int]:
     return event["ts"], "XstfC".index(event["ph"])  # an arrow binds to the span that it begins in
 
 
-def _process(timeline: Timeline) -> int:
-    return timeline.virtual_worker + 1
-
-
 def _threads(timeline: Timeline) -> dict[Row, int]:
     return {row: thread for thread, row in enumerate(timeline.rows, start=1)}
 
 
 def _names(timeline: Timeline) -> Iterator[Event]:
-    process = _process(timeline)
+    process = timeline.virtual_worker + 1
 
     def about(what: str, thread: int, **arguments: Any) -> Event:
         return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": arguments}
@@ -80,7 +76,7 @@ def _spans(timeline: Timeline) -> Iterator[Event]:
             "ph": "X",
             "name": f"{span.work} {span.minibatch}",  # Perfetto colours by the name without its number
             "cat": span.row if isinstance(span.row, str) else "wait" if span.work == TURN else "stage",
-            "pid": _process(timeline),
+            "pid": timeline.virtual_worker + 1,
             "tid": threads[span.row],
             "ts": start,
             "dur": round(end - start, 3),
@@ -104,7 +100,7 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
                 "name": "minibatch",
                 "cat": "minibatch",
                 "id": f"{timeline.virtual_worker}.{minibatch}",
-                "pid": _process(timeline),
+                "pid": timeline.virtual_worker + 1,
                 "tid": threads[span.row],
                 "ts": _microseconds(span.start),
             }
@@ -116,7 +112,7 @@ def _counters(timeline: Timeline) -> Iterator[Event]:
         yield {
             "ph": "C",
             "name": "in flight",
-            "pid": _process(timeline),
+            "pid": timeline.virtual_worker + 1,
             "tid": 1,
             "ts": _microseconds(when),
             "args": {"minibatches": count},

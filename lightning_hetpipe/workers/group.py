@@ -245,9 +245,7 @@ class Group:
         """Record a departure, from any thread. The run goes on without this virtual worker, but not without virtual
         worker 0."""
         vw, why = departed.vw, departed.why
-        if self._departures.is_of_former(departed):
-            return
-        if vw and not self._knows:
+        if self._departures.is_of_former(departed) or (vw and not self._knows):
             return
         if not why:  # it has ended as it should, and after it has left the launch, nobody may wait for it
             if not of_fit:

@@ -134,23 +134,49 @@ class JoinHandshake:
             PeerFailed: if other virtual workers have ended.
             NotJoined: if some do not come within ``join_timeout``. All virtual workers end.
         """
-        rounded = self.launch.wsp.update_dtype
+        wsp = self.launch.wsp
         parameters = tuple(
-            Parameter(name, tuple(tensor.shape), _name(tensor.dtype), rounded or _name(tensor.dtype))
+            Parameter(name, tuple(tensor.shape), _name(tensor.dtype), wsp.update_dtype or _name(tensor.dtype))
             for name, tensor in named
         )
-        placed = place(parameters, len(self._channels), self.launch.wsp.placement, homes)
+        placed = place(parameters, len(self._channels), wsp.placement, homes)
         # A server without parameters gets no calls, because it may be lost.
         used = servers or [server for server, its in enumerate(placed) if its or server == COORDINATOR]
         if self.found.launch and parameters and not self._came_late:
             for server in used:
                 if server not in self._present:
                     self._present[server] = self.join(_PRESENCE, servers=[server])[0]
+        signature = TrainingSignature(
+            version=RELEASE,
+            virtual_workers=self.size,
+            clock_distance=wsp.clock_distance,
+            aggregate=wsp.aggregate,
+            servers=len(used),
+            settings=(self._launch_setting, *settings),
+            parameters=parameters,
+            least=self.least,
+        )
         weights = [tensor.detach() for _, tensor in named]
-        until, again = time.monotonic() + LEASES_TO_END * self.launch.wsp.lease, threading.Event()
+        until, again = time.monotonic() + LEASES_TO_END * wsp.lease, threading.Event()
         while True:
             incarnation = self._incarnation if parameters else self._new_incarnation(session, self._channels[used[0]])
-            client = self._client(session, incarnation, parameters, settings, used, [placed[server] for server in used])
+            client = Client(
+                [SessionChannel(self._channels[server], session, self._channels[server].address) for server in used],
+                signature,
+                [placed[server] for server in used],
+                self.index,
+                incarnation,
+                lease=wsp.lease,
+                timeout=self.launch.timeout,
+                # It asks for a seat when the others have left their state for it. They wait for a lease, and go on.
+                longest_wait=LEASES_FOR_A_SEAT * wsp.lease if self.returns and parameters else self.longest_wait,
+                join_timeout=wsp.join_timeout,
+                name=f"hetpipe-{session}",
+                lost=self.lost,
+                heart=SessionChannel(self._hearts[used[0]], session),
+                departed=lambda each: self.departed(each, bool(parameters)),
+                updates_lost=lambda each: self.updates_lost(each) if parameters else None,
+            )
             client.__enter__()
             try:
                 return client, self._join_with(client, weights)
@@ -286,44 +312,6 @@ class JoinHandshake:
                 f"{silent}; is the program running that starts the server at {self.found.coordinator}, and may this"
                 " machine reach it?"
             ) from None
-
-    def _client(
-        self,
-        session: str,
-        incarnation: int,
-        parameters: tuple[Parameter, ...],
-        settings: Sequence[str],
-        servers: Sequence[int],
-        placed: Sequence[Sequence[int]],
-    ) -> Client:
-        wsp = self.launch.wsp
-        signature = TrainingSignature(
-            version=RELEASE,
-            virtual_workers=self.size,
-            clock_distance=wsp.clock_distance,
-            aggregate=wsp.aggregate,
-            servers=len(servers),
-            settings=(self._launch_setting, *settings),
-            parameters=parameters,
-            least=self.least,
-        )
-        return Client(
-            [SessionChannel(self._channels[server], session, self._channels[server].address) for server in servers],
-            signature,
-            placed,
-            self.index,
-            incarnation,
-            lease=wsp.lease,
-            timeout=self.launch.timeout,
-            # It asks for a seat when the others have left their state for it. They wait for a lease, and go on.
-            longest_wait=LEASES_FOR_A_SEAT * wsp.lease if self.returns and parameters else self.longest_wait,
-            join_timeout=wsp.join_timeout,
-            name=f"hetpipe-{session}",
-            lost=self.lost,
-            heart=SessionChannel(self._hearts[servers[0]], session),
-            departed=lambda each: self.departed(each, bool(parameters)),
-            updates_lost=lambda each: self.updates_lost(each) if parameters else None,
-        )
 
     def _new_incarnation(self, session: str, channel: GrpcChannel) -> int:
         """Return an incarnation larger than each earlier process's, even if its machine's clock was ahead."""

@@ -243,7 +243,12 @@ class Synchroniser:
             return False
         self._count(version)
         self._pass_cut(number, self._update(computing) if self._open else None, computing)
-        self._take_frozen()
+        # If callbacks have changed frozen weights since the epoch began, all take virtual worker 0's now. Servers get
+        # them when the next epoch begins, like all changes that callbacks make between epochs.
+        changed = {index for each in self.group.gather(self._copies.changed(frozen=True), "a cut") for index in each}
+        if changed:
+            frozen = [self._copies.named[index][1] for index in sorted(changed)]
+            self._take_first(frozen, f"{EXCHANGE} frozen weights")
         return True
 
     def begin(self, first: int, version: int, computing: Computing, told: Any = None) -> list[Any]:
@@ -286,14 +291,6 @@ class Synchroniser:
         """Take virtual worker 0's averages of weights, which callbacks keep, at a cut."""
         if averages:
             self._take_first(averages, f"{EXCHANGE} averaged weights")
-
-    def _take_frozen(self) -> None:
-        """Take virtual worker 0's frozen weights at a cut, if callbacks have changed any since the epoch began. Servers
-        get them when the next epoch begins, like all changes that callbacks make between epochs."""
-        changed = {index for each in self.group.gather(self._copies.changed(frozen=True), "a cut") for index in each}
-        if changed:
-            frozen = [self._copies.named[index][1] for index in sorted(changed)]
-            self._take_first(frozen, f"{EXCHANGE} frozen weights")
 
     def take_buffers(self) -> None:
         """Take the buffers of virtual worker 0 at the end of an epoch, as in DDP."""

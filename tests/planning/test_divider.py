@@ -174,7 +174,7 @@ def test_stages_hold_what_is_said_at_the_least(profile: Profile, cluster: Cluste
     problem = PlanningProblem(profile, cluster, optimizer=2.0)
     room = problem.room(in_flight, share=math.inf)
     for division in [*problem.divider.least(in_flight, room), *problem.divider.within(99.0, in_flight, room)][:40]:
-        look = problem.simulated(division, in_flight)
+        look = problem.estimate(problem.costs.slots(division.kinds), division.splits, in_flight)
         assert look is not None
         assert look.fits <= (not problem.surely_lacks(division, in_flight))
         for index in range(len(look.stages)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -308,7 +308,10 @@ class Allocator:
     ) -> Allocation:
         in_flight = choices[0].in_flight
         lengths = self.waves([choice.rate for choice in choices], in_flight, shares)
-        servers = server_nodes(choices) if len(choices) > 1 else []
+        # Servers run on nodes of last stages in the order of virtual workers, then on other used nodes.
+        used = {stage.slot.node for choice in choices for stage in choice.stages}
+        nodes = dict.fromkeys([*(choice.stages[-1].slot.node for choice in choices), *sorted(used)])
+        servers = [*nodes] if len(choices) > 1 else []
         pipelines = worker_pipelines(self.profile, self.cluster, choices, lengths, servers, placement)
         run = simulate_cluster(
             pipelines,
@@ -322,12 +325,6 @@ class Allocator:
         )
         where = (placement, tuple(servers), self.clock_distance)
         return Allocation(name, grouping, tuple(choices), lengths, *where, run)
-
-
-def server_nodes(workers: Sequence[Estimate]) -> list[int]:
-    """List the nodes with a server: nodes of last stages in the order of virtual workers, then other used nodes."""
-    used = {stage.slot.node for worker in workers for stage in worker.stages}
-    return [*dict.fromkeys([*(worker.stages[-1].slot.node for worker in workers), *sorted(used)])]
 
 
 def worker_pipelines(
@@ -346,8 +343,28 @@ def worker_pipelines(
         SettingError: if ``placement`` is unknown.
     """
     weights = _placed(profile, workers, servers, placement) if servers else [[] for _ in workers]
-    parts, shared = zip(workers, lengths, weights, strict=True), shared_devices(workers)
-    return [_pipeline(profile, cluster, worker, length, own, shared) for worker, length, own in parts]
+    shared = shared_devices(workers)
+    # The simulation itself computes how long bytes take over the network, but adds no latency.
+    latency = Cluster(cluster.nodes, Link(math.inf, cluster.between.latency))
+    found = []
+    for worker, wave, own in zip(workers, lengths, weights, strict=True):
+        slots, splits = [stage.slot for stage in worker.stages], [stage.first for stage in worker.stages]
+        _, pipeline = times_on(profile, latency, slots, splits, wave, worker.recompute)
+        firsts = [part.first for part in pipeline.visits.segments] if pipeline.visits else splits
+        forwards, gradients = {}, {}
+        leader, first = slots[-1].node, slots[0].node
+        given = sum(layer.given for layer in profile.layers[: (*splits, len(profile.layers))[1]])
+        if given and leader != first:  # the user's code runs where the last stage is, and has the batch there
+            forwards[0] = Crossing(given / profile.called(0), leader, first)
+        for index in range(1, len(slots)):
+            source, target = slots[index - 1].node, slots[index].node
+            if source != target:
+                nbytes, segment = profile.layers[splits[index] - 1].output, firsts.index(splits[index])
+                forwards[segment] = Crossing(nbytes / profile.called(splits[index]), source, target)
+                gradients[segment - 1] = Crossing(nbytes / profile.called(splits[index] - 1), target, source)
+        devices = {index: slot for index, slot in enumerate(slots) if slot in shared}
+        found.append(replace(pipeline, forwards=forwards, gradients=gradients, weights=own, devices=devices))
+    return found
 
 
 def shared_devices(workers: Sequence[Estimate]) -> set[DeviceSlot]:
@@ -359,7 +376,10 @@ def shared_devices(workers: Sequence[Estimate]) -> set[DeviceSlot]:
 def _placed(
     profile: Profile, workers: Sequence[Estimate], servers: Sequence[int], placement: str
 ) -> list[list[PlacedWeights]]:
-    homes = [_nodes(worker) for worker in workers]
+    homes = []  # for each virtual worker the node of each layer, and last the node of modules beside the layers
+    for worker in workers:
+        nodes = [stage.slot.node for stage in worker.stages for _ in range(stage.first, stage.last + 1)]
+        homes.append([*nodes, nodes[-1]])
     sizes = [*(layer.parameters for layer in profile.layers), profile.user.trained]
     beside = [servers.index(node) for node in homes[0]]
     placed = place_parameters(sizes, len(servers), placement, beside)
@@ -371,37 +391,3 @@ def _placed(
             held[nodes[index], server[index]] += nbytes
         found.append([PlacedWeights(*where, nbytes) for where, nbytes in held.items() if nbytes])
     return found
-
-
-def _nodes(worker: Estimate) -> list[int]:
-    """Return the node of each layer, and last the node of modules beside the layers."""
-    found = [stage.slot.node for stage in worker.stages for _ in range(stage.first, stage.last + 1)]
-    return [*found, found[-1]]
-
-
-def _pipeline(
-    profile: Profile,
-    cluster: Cluster,
-    worker: Estimate,
-    wave: int,
-    weights: Sequence[PlacedWeights],
-    shared: Collection[DeviceSlot],
-) -> WorkerPipeline:
-    slots, splits = [stage.slot for stage in worker.stages], [stage.first for stage in worker.stages]
-    # The simulation itself computes how long bytes take over the network, but adds no latency.
-    latency = Cluster(cluster.nodes, Link(math.inf, cluster.between.latency))
-    _, pipeline = times_on(profile, latency, slots, splits, wave, worker.recompute)
-    firsts = [part.first for part in pipeline.visits.segments] if pipeline.visits else splits
-    forwards, gradients = {}, {}
-    leader, first = slots[-1].node, slots[0].node
-    given = sum(layer.given for layer in profile.layers[: (*splits, len(profile.layers))[1]])
-    if given and leader != first:  # the user's code runs where the last stage is, and has the batch there
-        forwards[0] = Crossing(given / profile.called(0), leader, first)
-    for index in range(1, len(slots)):
-        source, target = slots[index - 1].node, slots[index].node
-        if source != target:
-            nbytes, segment = profile.layers[splits[index] - 1].output, firsts.index(splits[index])
-            forwards[segment] = Crossing(nbytes / profile.called(splits[index]), source, target)
-            gradients[segment - 1] = Crossing(nbytes / profile.called(splits[index] - 1), target, source)
-    devices = {index: slot for index, slot in enumerate(slots) if slot in shared}
-    return replace(pipeline, forwards=forwards, gradients=gradients, weights=weights, devices=devices)

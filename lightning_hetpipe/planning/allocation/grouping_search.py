@@ -155,7 +155,9 @@ class _GroupingSearch:
             if value >= PROMISING * most and (count not in by_count or value > self._values[by_count[count]]):
                 by_count[count] = division
         chosen = sorted(by_count.values(), key=lambda each: -self._values[each])[:FINALISTS]
-        return [self._grouping(division) for division in chosen]
+        made = [[group for block in division for group in self._groups(block)] for division in chosen]
+        # Without the groups that do not hold the model.
+        return [tuple(group for group in groups if self._rate(group, self._number(group))) for groups in made]
 
     def rate(self, grouping: Grouping) -> float:
         """Return the minibatches per second of ``grouping`` without synchronisation."""
@@ -187,11 +189,6 @@ class _GroupingSearch:
         devices = [self._devices[node] for node in block.nodes]
         taken = [tuple(slot for own in devices for slot in own[part :: block.parts]) for part in range(block.parts)]
         return [group for group in taken if group]
-
-    def _grouping(self, division: Blocks) -> Grouping:
-        """Return the groups of a division that hold the model."""
-        groups = [group for block in division for group in self._groups(block)]
-        return tuple(group for group in groups if self._rate(group, self._number(group)))
 
     def _climb(self, at: Blocks) -> None:
         """Climb until no single change is faster. Else the paper's cluster is 10% slower with VGG-19

@@ -58,7 +58,14 @@ class PlacedPlans(GroupPlans):
         problem = replace(allocator.problem, stages=None if stages is None else stages - 1)
         super().__init__(problem)
         self._first = first
-        self.before = GroupPlans(replace(problem, profile=_before(problem.profile, first)))
+        before = replace(
+            problem.profile,
+            layers=problem.profile.layers[:first],
+            times={name: times[:first] for name, times in problem.profile.times.items()},
+            calls=[(start, min(after, first)) for start, after in problem.profile.calls if start < first],
+            user=UserBytes(),
+        )
+        self.before = GroupPlans(replace(problem, profile=before))
         """Plans of several devices before the last one."""
 
     def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Estimate:
@@ -181,14 +188,3 @@ def _rough(allocator: Allocator, head: Head, shares: bool, placement: str) -> _R
 def _seconds(profile: Profile, slot: DeviceSlot, first: int, after: int | None = None) -> float:
     times = profile.times_on(slot.device)[first:after]
     return max(sum(each.forward + each.backward for each in times), INSTANT)
-
-
-def _before(profile: Profile, first: int) -> Profile:
-    """Cut the layers before ``first`` from a profile, without user code."""
-    return replace(
-        profile,
-        layers=profile.layers[:first],
-        times={name: times[:first] for name, times in profile.times.items()},
-        calls=[(start, min(after, first)) for start, after in profile.calls if start < first],
-        user=UserBytes(),
-    )

@@ -247,7 +247,10 @@ class _ClusterRun:
             self._go_on(worker, 0.0)
         events, dues = self._events, self._dues
         while True:
-            self._expect()
+            for link in self._changed:  # transfers have started or ended there
+                if (when := link.due()) is not None:
+                    heapq.heappush(dues, (when, self._number(), link, link.changes))
+            self._changed.clear()
             if not events and not dues:
                 break
             if dues and (not events or dues[0][0] <= events[0][0]):
@@ -275,7 +278,8 @@ class _ClusterRun:
         run.advance(now if run.shares else math.inf)
         if run.wave_end is not None and not worker.synchronises:
             worker.synchronises = True
-            self._at(run.wave_end, partial(self._push, worker))
+            pushed = partial(self._later, worker.latency, partial(self._pushed, worker))
+            self._at(run.wave_end, partial(self._send, worker.push, done=pushed))
         self._wake(worker)
 
     def _wake(self, worker: _Worker) -> None:
@@ -284,9 +288,6 @@ class _ClusterRun:
         if following is not None and following < worker.wakes:
             worker.wakes = following
             self._at(following, partial(self._go_on, worker))
-
-    def _push(self, worker: _Worker, now: float) -> None:
-        self._send(worker.push, now, partial(self._later, worker.latency, partial(self._pushed, worker)))
 
     def _pushed(self, worker: _Worker, now: float) -> None:
         """End the wave, since the update is on all servers. Virtual workers that waited for this wave may now pull."""
@@ -363,10 +364,3 @@ class _ClusterRun:
             transfer.left -= 1
             if not transfer.left:
                 transfer.done(now)
-
-    def _expect(self) -> None:
-        """Compute the end of the next transfer of each link on which transfers have started or ended."""
-        for link in self._changed:
-            if (when := link.due()) is not None:
-                heapq.heappush(self._dues, (when, self._number(), link, link.changes))
-        self._changed.clear()

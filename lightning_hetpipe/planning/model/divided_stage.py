@@ -70,7 +70,9 @@ def group_times(
     """
     own = [profile.times_on(slot.device) for slot in slots]
     times, counts = list(own[0]), dict[int, tuple[int, ...]]()
-    for layers in _runs(profile) if len(slots) > 1 else ():
+    for layers in layers_of_runs(profile.widths, profile.widths) if len(slots) > 1 else ():
+        if not any(profile.widths[layer].units for layer in layers) or _units(profile, layers) == 1:
+            continue  # it cannot be divided
         run = _DividedRun(profile, cluster, slots, own, layers)
         found = _fastest(run, most) if shares is None else apportioned(run.units, shares)
         if found is not None:
@@ -110,13 +112,6 @@ def _fastest(run: _DividedRun, most: Sequence[float] | None) -> tuple[int, ...] 
     caps = [units] * len(run.seconds) if most is None else [int(units * part) for part in most]
     found = balanced([own[: cap + 1] for own, cap in zip(run.seconds, caps, strict=True)], units)
     return found if found is not None and found[0] != units and run.longest(found) < run.whole else None
-
-
-def _runs(profile: Profile) -> list[list[int]]:
-    """List the layers of each run that can be divided, in order."""
-    runs = layers_of_runs(profile.widths, profile.widths)
-    begun = [layers for layers in runs if any(profile.widths[layer].units for layer in layers)]
-    return [layers for layers in begun if _units(profile, layers) > 1]
 
 
 def _units(profile: Profile, layers: Sequence[int]) -> int:

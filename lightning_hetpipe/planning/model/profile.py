@@ -91,14 +91,10 @@ class UserBytes:
         return weights + in_flight * (self.batch + self.kept) + 2 * self.loss
 
 
-def _is_part(value: float) -> bool:
-    return 0 < value <= 1
-
-
 class Width(NamedTuple):
     """Seconds that a device takes for ``part`` of a layer's channels, like :class:`Times` for all channels."""
 
-    part: Annotated[float, _is_part, "more than 0 and at most 1"]
+    part: Annotated[float, lambda part: 0 < part <= 1, "more than 0 and at most 1"]
     forward: Annotated[Seconds, Key("forward_s")]
     backward: Annotated[Seconds, Key("backward_s")]
     update: Annotated[Seconds, Key("update_s")] = 0.0

@@ -36,7 +36,11 @@ class SharedLink(Generic[T]):
 
     def add(self, now: float, nbytes: float, transfer: T) -> None:
         """Start ``transfer`` of ``nbytes`` at the time ``now``."""
-        self._advance(now)
+        if self._ends:
+            self._given += (now - self._since) * self._bandwidth / len(self._ends)
+        else:
+            self._given = 0.0
+        self._since = now
         self.carried += nbytes
         heapq.heappush(self._ends, (self._given + nbytes, next(self._order), transfer))
         self.changes += 1
@@ -55,13 +59,6 @@ class SharedLink(Generic[T]):
             over.append(heapq.heappop(self._ends)[2])
         self.changes += 1
         return over
-
-    def _advance(self, now: float) -> None:
-        if self._ends:
-            self._given += (now - self._since) * self._bandwidth / len(self._ends)
-        else:
-            self._given = 0.0
-        self._since = now
 
 
 class SharedDevice:

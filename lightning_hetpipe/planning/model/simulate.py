@@ -360,7 +360,10 @@ class PipelineRun:
                 if task < last:
                     ready.append((number_of(), number, task + 1))
                 else:
-                    self._completed(number)
+                    self._factors.pop(number, None)
+                    self._complete.append(self._now)
+                    if self.wave_end is None:
+                        self._publish()
                 if not queues[stage]:
                     busy[stage] = False
                     continue
@@ -416,12 +419,6 @@ class PipelineRun:
         if self._tasks is not None:
             self._tasks.append((self._stage[task], self._work[task], number, now, end, forwarded))
         heapq.heappush(self._events, (end, self._number(), _ENDED, number, task))
-
-    def _completed(self, number: int) -> None:
-        self._factors.pop(number, None)
-        self._complete.append(self._now)
-        if self.wave_end is None:
-            self._publish()
 
     def _publish(self) -> None:
         """Let Lightning's thread go on as far as it can."""

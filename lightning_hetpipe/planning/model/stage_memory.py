@@ -167,6 +167,9 @@ class StageBytes:
         optimizer: As :func:`optimizer_state` takes it.
         recompute: Whether forwards are recomputed for their backwards. Held minibatches that are not computed keep only
             the inputs of the stage.
+
+    Attributes:
+        state: The optimizer's bytes for each byte of the trained weights.
     """
 
     def __init__(self, layers: Sequence[LayerBytes], optimizer: str | float = "adam", recompute: bool = False) -> None:
@@ -188,8 +191,8 @@ class StageBytes:
         # What the stage keeps of each held minibatch, and what of the computed one besides.
         self._each = inputs if recompute else self._kept
         self._once = self._kept - self._each
-        self._state, self._step = optimizer_state(optimizer), step_bytes(optimizer)
-        self._fixed = 2 * (self._trained + self._frozen) + np.floor(self._state * self._trained) + self._largest
+        self.state, self._step = optimizer_state(optimizer), step_bytes(optimizer)
+        self._fixed = 2 * (self._trained + self._frozen) + np.floor(self.state * self._trained) + self._largest
 
     def totals(self, loads: Iterable[StageLoad], copies: int) -> Floats:
         """Return the bytes of all stages, for the heaviest of ``loads``, without user code.
@@ -215,7 +218,7 @@ class StageBytes:
             weights=trained + frozen,
             versions=copies * trained + frozen,
             gradients=trained,
-            optimizer=int(self._state * trained),
+            optimizer=int(self.state * trained),
             activations=load.held * int(self._each[first, end]) + load.whole * int(self._once[first, end]),
             workspace=int(self._largest[first, end]),
             user=user,
@@ -237,7 +240,7 @@ class StageBytes:
             weights=trained + int(self._frozen[first, end]) + user.frozen,
             versions=0,
             gradients=trained,
-            optimizer=int((self._state - self._step) * trained),
+            optimizer=int((self.state - self._step) * trained),
             activations=kept,
             workspace=max(int(self._largest[first, end]), int(self._step * trained) - kept - passing),
             user=user.batch + passing,

@@ -39,7 +39,14 @@ def table(plan: Plan) -> str:
         title = f"virtual worker {index}: {rate} minibatches per second, in waves of {wave}"
         lines += ["", *([title] if many else []), *aligned([_HEADER, *rows], left=(1, 2, 3))]
     stages = [stage for worker in plan.virtual_workers for stage in worker.stages]
-    notes = [_together(plan)] if many else []
+    notes = []
+    if many:  # the summed updates, staleness, and traffic
+        workers = len(plan.virtual_workers)
+        notes.append(
+            f"N = {workers}: the sum of their updates acts like {workers} times the learning rate; s_global ="
+            f" {plan.global_staleness} minibatches at D = {plan.clock_distance}; {in_bytes(plan.network_bytes)} cross"
+            f" the network per minibatch, with placement={plan.placement!r}"
+        )
     if any(stage.estimated for stage in stages):
         notes.append(f"{ESTIMATE} is an estimate from data sheets: the layers were not measured on this device")
     if any(stage.nominal for stage in stages):
@@ -50,16 +57,6 @@ def table(plan: Plan) -> str:
     lines += ["", *notes] if notes else []
     lines += [f"{BAD} {_where(problem.place, many)} {problem.said}" for problem in problems]
     return "\n".join(lines)
-
-
-def _together(plan: Plan) -> str:
-    """Summarise several virtual workers: the summed updates, staleness, and traffic."""
-    workers = len(plan.virtual_workers)
-    return (
-        f"N = {workers}: the sum of their updates acts like {workers} times the learning rate; s_global ="
-        f" {plan.global_staleness} minibatches at D = {plan.clock_distance}; {in_bytes(plan.network_bytes)} cross the"
-        f" network per minibatch, with placement={plan.placement!r}"
-    )
 
 
 def _where(place: str, many: bool) -> str:
@@ -87,11 +84,14 @@ def _headline(plan: Plan) -> str:
 
 def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[str]:
     guess = ESTIMATE if stage.estimated else ""
+    place, total = stage.place, sum(member.share for member in stage.group) or 1.0
+    if stage.group:  # all its devices, with their percentages of the work
+        place = " + ".join(f"{member.place} {member.share / total:.0%}" for member in stage.group)
     gpu, limit = known(stage.device_name), stage.memory_limit_bytes
     nominal = ESTIMATE if stage.nominal or (stage.estimated and gpu is not None and gpu.memory == limit) else ""
     cells = [
         str(number),
-        f"{stage.node} {_devices(stage)}",
+        f"{stage.node} {place}",
         span(plan.layers[stage.first_layer : stage.last_layer + 1]),
         f"×{stage.last_layer - stage.first_layer + 1}",
         f"{guess}{stage.time_s * 1000:,.1f}",
@@ -100,14 +100,6 @@ def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[st
     ]
     cells = [f"{cell} {BAD}" if column in bad else cell for column, cell in enumerate(cells)]
     return [*cells, "bottleneck"] if stage.time_s == plan.bottleneck_s and not plan.spread else cells
-
-
-def _devices(stage: PlannedStage) -> str:
-    """Name the stage's device, or all devices of its group with their percentages of the work."""
-    if not stage.group:
-        return stage.place
-    total = sum(member.share for member in stage.group) or 1.0
-    return " + ".join(f"{member.place} {member.share / total:.0%}" for member in stage.group)
 
 
 def span(layers: Sequence[str]) -> str:

@@ -74,14 +74,17 @@ class _Search:
         self._found: dict[int, Estimate | None] = {}
 
     def choose(self) -> Estimate:
-        problem, first = self._problem, self._enough_in_flight
+        problem, fastest = self._problem, self._fastest
+        # Begin with the Nm at which the fastest division keeps all stages busy.
+        busy = ENOUGH * (sum(fastest.takes) + problem.synchronise) / fastest.bottleneck if fastest.bottleneck else 1
+        first = problem.versions(max(1, math.ceil(busy - 1e-9))).most_in_flight
         self._upwards(first)
-        if self._best * self._fastest < ENOUGH:
+        if self._best * self._fastest.bottleneck < ENOUGH:
             self._downwards(first)  # memory may have room for faster plans with fewer in flight
         if not (plans := self._plans):
             return self._unfit(self._at(1).least_lacking(), asked=False)
-        fastest = max(plans, key=lambda plan: plan.rate).in_flight
-        self._found[fastest] = self._at(fastest).best(work=MUCH)
+        quickest = max(plans, key=lambda plan: plan.rate).in_flight
+        self._found[quickest] = self._at(quickest).best(work=MUCH)
         good = ENOUGH * self._best
         chosen = next(plan for plan in self._plans if plan.rate >= good)
         while chosen.in_flight > 1 and chosen.in_flight - 1 not in self._found:
@@ -122,7 +125,11 @@ class _Search:
 
     def spread(self) -> Estimate:
         found = self._found[1] = spread_plan(replace(self._problem, recompute=False))
-        return self._choice(found, [_one_after_another(found)]) if found.fits else self._unfit(found, asked=True)
+        if not found.fits:
+            return self._unfit(found, asked=True)
+        took = in_seconds(sum(stage.times.total for stage in found.stages))
+        reason = f"devices compute one after another, {took} for each minibatch, as one is in flight"
+        return self._choice(found, [reason if len(found.stages) > 1 else slowest_stage(found)])
 
     def plan(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
         """Find the fastest plan that fits, or None. ``floor`` is as in :meth:`PlansAt.best`."""
@@ -158,7 +165,7 @@ class _Search:
             if found.rate > before * (1 + NEGLIGIBLE):
                 better = in_flight
             # No plan is faster than 1 / T_max, and a larger Nm that has not helped twice will not help.
-            if self._best * self._fastest >= ENOUGH or in_flight > better + 1:
+            if self._best * self._fastest.bottleneck >= ENOUGH or in_flight > better + 1:
                 break
             in_flight += max(1, in_flight // 8)  # what is near is about as fast
 
@@ -168,8 +175,8 @@ class _Search:
         Without this, OPT-350M on two V100 and two RTX-3090 is 37% slower, with one in flight
         (``benchmarks/planning.py``).
         """
-        in_flight = first
-        while in_flight > 0 and in_flight > self._best * ENOUGH * self._quickest:
+        in_flight, quickest = first, sum(self._unlimited(1)[0].takes)
+        while in_flight > 0 and in_flight > self._best * ENOUGH * quickest:
             self.plan(in_flight, self._best)
             in_flight -= max(1, in_flight // 4)
         if self._plans:
@@ -188,21 +195,9 @@ class _Search:
         return found if found is not None and found.rate >= ENOUGH * least.rate else least
 
     @cached_property
-    def _fastest(self) -> float:
-        """T_max of the fastest division without a limit of memory."""
-        return min(each.bottleneck for each in self._unlimited(MANY))
-
-    @cached_property
-    def _quickest(self) -> float:
-        """Shortest possible seconds of one minibatch without a limit of memory."""
-        return sum(self._unlimited(1)[0].takes)
-
-    @cached_property
-    def _enough_in_flight(self) -> int:
-        """Nm at which the fastest division keeps all stages busy, without a limit of memory."""
-        found = min(self._unlimited(MANY), key=lambda each: each.bottleneck)
-        busy = ENOUGH * (sum(found.takes) + self._problem.synchronise) / found.bottleneck if found.bottleneck else 1
-        return self._problem.versions(max(1, math.ceil(busy - 1e-9))).most_in_flight
+    def _fastest(self) -> Division:
+        """The fastest division without a limit of memory."""
+        return min(self._unlimited(MANY), key=lambda each: each.bottleneck)
 
     def _unlimited(self, in_flight: int) -> list[Division]:
         return self._problem.divider.least(in_flight, self._problem.room(1, share=math.inf))
@@ -241,13 +236,6 @@ class _Search:
         used = {stage.slot for stage in found.stages}
         idle = tuple(slot for slot in self._problem.slots if slot not in used)
         return replace(found, idle=idle, reasons=tuple(reasons), advise=advise)
-
-
-def _one_after_another(found: Estimate) -> str:
-    if len(found.stages) == 1:
-        return slowest_stage(found)
-    took = in_seconds(sum(stage.times.total for stage in found.stages))
-    return f"devices compute one after another, {took} for each minibatch, as one is in flight"
 
 
 def slowest_stage(found: Estimate) -> str:

@@ -72,7 +72,12 @@ class Divider:
 
     def __init__(self, costs: Costs, stages: int | None = None, ordered: bool = False) -> None:
         self.costs = costs
-        orders, self.exact = orders_of_blocks(costs, ordered)
+        everything = tuple((kind, len(each.slots)) for kind, each in enumerate(costs.kinds))
+        self.exact = ordered or _states(everything) <= MOST_ROWS
+        if ordered:
+            orders: list[list[Block]] = [[(each,) for each in everything]]
+        else:
+            orders = [[everything]] if self.exact else _orders_by_speed(costs)
         self._orders = [DeviceOrder(costs, blocks, stages or 1) for blocks in orders]
         self._shift = int(stages is not None)
         self._gap = max(1, -(-costs.layers // MOST_BOUNDARIES))
@@ -110,11 +115,13 @@ class Divider:
 
         for order in self._orders:
             bisect(order, self._boundaries)
-        high = inf
+        high, around = inf, np.arange(-2 * self._gap, 2 * self._gap + 1)
         while found and not self.whole and min(found.values()) * CLOSE < high:
             best = min(found, key=found.__getitem__)
             high = found[best]
-            bisect(DeviceOrder(self.costs, self._around(best.kinds), self._orders[0].stages), self._near(best.splits))
+            near = np.unique(np.add.outer([*best.splits, self.costs.layers], around))
+            near = near[(near >= 0) & (near <= self.costs.layers)]
+            bisect(DeviceOrder(self.costs, self._around(best.kinds), self._orders[0].stages), near)
         latest = [*found][::-1]
         return sorted(latest, key=found.__getitem__)
 
@@ -151,11 +158,6 @@ class Divider:
             if kind not in kinds[place + 1 :]:
                 blocks += [((kind, 1),)] * (len(self.costs.kinds[kind].slots) - kinds.count(kind))
         return blocks
-
-    def _near(self, splits: Sequence[int]) -> Rows:
-        around = np.arange(-2 * self._gap, 2 * self._gap + 1)
-        near = np.unique(np.add.outer([*splits, self.costs.layers], around))
-        return near[(near >= 0) & (near <= self.costs.layers)]
 
 
 @dataclass(frozen=True)
@@ -333,19 +335,19 @@ class DeviceOrder:
 
     def sources(self, row: int) -> tuple[Rows, Rows]:
         """Return the rows behind ``row``, with the foremost device on its node and on other nodes."""
-        if row not in self._sources:
-            self._sources[row] = self._sources_of(row)
-        return self._sources[row]
-
-    def _sources_of(self, row: int) -> tuple[Rows, Rows]:
+        if (known := self._sources.get(row)) is not None:
+            return known
         transition = self.transition_to[row]
         assert transition is not None
         if transition.first:
             here = self._node_of[: transition.start] == self._node_of[row]
             here[0] = False
-            return np.flatnonzero(here), np.flatnonzero(~here)[1:]
-        near, far = transition.near[row - transition.rows.start], transition.far[row - transition.rows.start]
-        return near[near > 0], far[far > 0]
+            near, far = np.flatnonzero(here), np.flatnonzero(~here)[1:]
+        else:
+            near, far = (each[row - transition.rows.start] for each in (transition.near, transition.far))
+            near, far = near[near > 0], far[far > 0]
+        self._sources[row] = near, far
+        return near, far
 
     def _add(self, block: Block) -> None:
         start = len(self.kind_of)
@@ -379,19 +381,6 @@ class DeviceOrder:
 def _padded(lists: Sequence[Sequence[int]]) -> Rows:
     width = max(1, *map(len, lists))
     return np.array([[*each, *[0] * (width - len(each))] for each in lists], dtype=np.intp)
-
-
-def orders_of_blocks(costs: Costs, ordered: bool) -> tuple[list[list[Block]], bool]:
-    """Return the orders of blocks to search, and whether these are all orders of every subset of the devices.
-
-    With ``ordered``, the devices, each of a kind of its own, stay in their order.
-    """
-    everything = tuple((kind, len(each.slots)) for kind, each in enumerate(costs.kinds))
-    if ordered:
-        return [[(each,) for each in everything]], True
-    if _states(everything) <= MOST_ROWS:
-        return [[everything]], True
-    return _orders_by_speed(costs), False
 
 
 def _states(block: Block) -> int:

@@ -162,14 +162,13 @@ class _Joined:
     def apart(self, found: Estimate) -> Estimate:
         """Convert ``found``, a plan for the groups, to a plan for their devices."""
         idle = tuple(slot for each in found.idle for slot in self._parts[each])
-        stages = tuple(self._apart(stage, found.recompute) for stage in found.stages)
-        return replace(found, stages=stages, idle=idle)
-
-    def _apart(self, stage: StageEstimate, recompute: bool) -> StageEstimate:
-        part = self._parts[stage.slot]
-        counts = {n: own for n, own in self._times[part].counts.items() if stage.first <= n <= stage.last}
-        divided = DividedStage.of(stage, part, self.problem.profile, counts, recompute) if counts else None
-        return replace(stage, slot=part[0], divided=divided)
+        stages = list[StageEstimate]()
+        for stage in found.stages:
+            part = self._parts[stage.slot]
+            counts = {n: own for n, own in self._times[part].counts.items() if stage.first <= n <= stage.last}
+            divided = DividedStage.of(stage, part, self.problem.profile, counts, found.recompute) if counts else None
+            stages.append(replace(stage, slot=part[0], divided=divided))
+        return replace(found, stages=tuple(stages), idle=idle)
 
 
 def _cut(profile: Profile, splits: Sequence[int]) -> Profile:

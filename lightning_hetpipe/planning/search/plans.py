@@ -173,8 +173,11 @@ class PlansAt:
 
     def _estimate(self, division: Division) -> Estimate:
         """Simulate ``division``, and keep it if it is the best."""
-        self._count(division)
-        found = self._problem.simulated(division, self._in_flight)
+        self._seen.add(self._key(division))
+        self._work += 2 * len(division.kinds) * max(MINIBATCHES, WAVES * self._in_flight)
+        slots = self._problem.costs.slots(division.kinds)
+        found = self._problem.estimate(slots, division.splits, self._in_flight)
+        self._problem.progress()
         if found.fits and (self.found is None or found.rate > self.found.rate):
             self.found, self._best = found, division
         return found
@@ -184,10 +187,6 @@ class PlansAt:
 
     def _is_seen(self, division: Division) -> bool:
         return self._key(division) in self._seen
-
-    def _count(self, division: Division) -> None:
-        self._seen.add(self._key(division))
-        self._work += 2 * len(division.kinds) * max(MINIBATCHES, WAVES * self._in_flight)
 
 
 def _lack(found: Estimate) -> int:

@@ -16,7 +16,7 @@ from lightning_hetpipe.planning.model.costs import Costs, Division, Fits, Room, 
 from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate, StageEstimate, times_on
 from lightning_hetpipe.planning.model.profile import Profile, UserBytes
 from lightning_hetpipe.planning.model.simulate import StageLoad, simulate
-from lightning_hetpipe.planning.model.stage_memory import StageBytes, optimizer_state
+from lightning_hetpipe.planning.model.stage_memory import StageBytes
 from lightning_hetpipe.planning.search.divider import Divider
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
@@ -72,11 +72,6 @@ class PlanningProblem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "slots", tuple(self.slots) or self.cluster.slots)
 
-    @cached_property
-    def state(self) -> float:
-        """The optimizer's bytes for each byte of the trained weights."""
-        return optimizer_state(self.optimizer)
-
     @property
     def may_spread(self) -> bool:
         """True if one minibatch in flight makes a spread run, not a pipeline."""
@@ -107,7 +102,7 @@ class PlanningProblem:
         versions = self.versions(in_flight)
         copies, waiting = versions.copies, in_flight - 1 if full else 0
         loads = [StageLoad(1, waiting, 1), StageLoad(0, waiting + 1, 0)]
-        last = self.memory.totals(loads, copies) + self.profile.user.total(in_flight, self.state)
+        last = self.memory.totals(loads, copies) + self.profile.user.total(in_flight, self.memory.state)
         if full:
             loads.append(StageLoad(in_flight, 0, 1))
         before = self.memory.totals(loads, copies)
@@ -159,12 +154,6 @@ class PlanningProblem:
             behind += division.takes[index] - forwards[index]
         return False
 
-    def simulated(self, division: Division, in_flight: int) -> Estimate:
-        """Simulate ``division``, and show progress."""
-        found = self.estimate(self.costs.slots(division.kinds), division.splits, in_flight)
-        self.progress()
-        return found
-
     def estimate(
         self, slots: Sequence[DeviceSlot], splits: Sequence[int], in_flight: int, spread: bool = False
     ) -> Estimate:
@@ -196,7 +185,7 @@ class PlanningProblem:
             if spread:
                 taken = {StageLoad(1, 0): self.memory.spread(first, after, user)}
             else:
-                more = user.total(in_flight, self.state)
+                more = user.total(in_flight, self.memory.state)
                 loads = run.heaviest(index)
                 taken = {load: self.memory.stage(first, after, load, versions.copies, more) for load in loads}
             most = max(taken, key=lambda load: taken[load].total)

@@ -110,20 +110,14 @@ def _check(layers: int, stages: int) -> None:
 
 def spread_plan(problem: PlanningProblem) -> Estimate:
     """Return the plan of a spread run by weights. If it does not fit, return the first other plan that fits, if any."""
-    slots = _slots(problem)
+    slots = list(problem.slots)
+    if problem.stages not in (None, len(slots)):  # the first of equal devices, or the devices with the most memory
+        alike = len({slot.device.name for slot in slots}) == 1
+        chosen = range(problem.stages) if alike else roomiest([slot.device.memory for slot in slots], problem.stages)
+        slots = [slots[index] for index in chosen]
     plans = (_estimated(problem, slots, where) for where in _divisions(problem, slots))
     first = next(plans)
     return first if first.fits else next((plan for plan in plans if plan.fits), first)
-
-
-def _slots(problem: PlanningProblem) -> list[DeviceSlot]:
-    """Return the devices in their order: all, or the first of equal devices, or the devices with the most memory."""
-    slots = list(problem.slots)
-    if problem.stages in (None, len(slots)):
-        return slots
-    if len({slot.device.name for slot in slots}) == 1:
-        return slots[: problem.stages]
-    return [slots[index] for index in roomiest([slot.device.memory for slot in slots], problem.stages)]
 
 
 def _divisions(problem: PlanningProblem, slots: Sequence[DeviceSlot]) -> Iterator[list[int]]:

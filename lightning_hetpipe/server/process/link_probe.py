@@ -84,12 +84,7 @@ def link_to(channel: Channel, largest: int = LARGEST) -> Link:
     The result has the bandwidth of the slower direction, and half a round trip as latency.
     """
     buffer = memoryview(bytearray(largest))
-
-    def push(nbytes: int) -> None:
-        channel.call(LINK, b"0", [buffer[:nbytes]])
-
-    def pull(nbytes: int) -> None:
-        channel.call(LINK, str(nbytes).encode(), (), [buffer[:nbytes]])
-
-    link = slower(timed_link(push, largest), timed_link(pull, largest))
+    push = timed_link(lambda nbytes: channel.call(LINK, b"0", [buffer[:nbytes]]), largest)
+    pull = timed_link(lambda nbytes: channel.call(LINK, str(nbytes).encode(), (), [buffer[:nbytes]]), largest)
+    link = slower(push, pull)
     return Link(link.bandwidth, link.latency / 2)

@@ -193,7 +193,9 @@ class Sessions:
             return Reply(json.dumps(self.status()).encode())
         if call.method == LINK:
             return self._link_probe.serve(call)
-        name, method = _parts(call.method)
+        name, slash, method = call.method.partition("/")
+        if not slash or not _NAME.fullmatch(name):
+            raise CallRefused(f"malformed: '{call.method[:40]}' names no session")
         service = self._service_of(name)
         try:
             reply = service.serve(replace(call, method=method))
@@ -276,14 +278,6 @@ def log_line(session: str, decision: Decision, at: float) -> str:
     """Write a session's ``decision`` as a line of JSON. ``at`` is its time in seconds since 1970."""
     told = {"time": round(at, 6), "session": session, "decision": type(decision).__name__}
     return json.dumps({**told, **asdict(decision)}) + "\n"
-
-
-def _parts(method: str) -> tuple[str, str]:
-    """Split a method into the session's name and the method within the session."""
-    name, slash, rest = method.partition("/")
-    if not slash or not _NAME.fullmatch(name):
-        raise CallRefused(f"malformed: '{method[:40]}' names no session")
-    return name, rest
 
 
 class SessionChannel:

@@ -278,7 +278,7 @@ class Coordinator:
         """Return True if ``vw`` may come to a running session without weights. VW 0 admits VWs by leaving bytes for
         them. A silent VW 0 means that a dead launch has left the session behind."""
         came = self._came.setdefault(vw, now)
-        return not self._kept.is_empty and 0 in log.clock and self._leases.seen.get(0, came) > came
+        return bool(self._kept.content) and 0 in log.clock and self._leases.seen.get(0, came) > came
 
     def _recover(self, now: float) -> list[int]:
         """Begin the next generation, or return the VWs whose reports are still needed."""
@@ -385,18 +385,15 @@ class Coordinator:
             at = (message.read_lease, log.head, log.start, tuple(log.tail))
             return messages.Granted(*at, slowest, log.cut_at), ()
         elif isinstance(message, messages.Arrive):
-            return self._arrive(log, message), ()
+            if message.admit and message.cut > log.cut:
+                self._admits.add(message.cut)
+            clock = log.arrive(vw, message.cut)
+            self._admit()
+            if clock is not None:
+                return messages.Closed(clock), ()
+            late = [other for other in sorted(log.clock) if other not in log.waits]
+            return messages.NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}"), ()
         elif isinstance(message, messages.Gather):
             return self._gathers.serve(message, body, log.clock.keys(), log.waits)
         self._admit()
         return self._roster.done(), ()
-
-    def _arrive(self, log: CommitLog, message: messages.Arrive) -> Answer:
-        if message.admit and message.cut > log.cut:
-            self._admits.add(message.cut)
-        clock = log.arrive(message.vw, message.cut)
-        self._admit()
-        if clock is not None:
-            return messages.Closed(clock)
-        late = [vw for vw in sorted(log.clock) if vw not in log.waits]
-        return messages.NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}")

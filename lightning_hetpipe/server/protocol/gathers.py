@@ -27,8 +27,8 @@ class Gathers:
     limit = LIMIT
 
     def __init__(self) -> None:
-        self._open: dict[Name, dict[int, Bytes]] = {}
-        self._members: dict[Name, frozenset[int]] = {}
+        self._open: dict[Name, tuple[list[int], dict[int, Bytes]]] = {}
+        """Members of each open gather, and the parts that they have given."""
         self._given: dict[int, Name] = {}
         self._name: Name = (-1, -1)
         self._parts: dict[int, Bytes] = {}
@@ -46,12 +46,12 @@ class Gathers:
         self.check(len(part))
         if name != self._name or message.vw not in self._parts:
             self._give(message.vw, name, part, live, waits)
-            here, members = self._open[name], sorted(self._members[name])
+            members, here = self._open[name]
             missing = [vw for vw in members if vw in live and waits.get(vw, -1) <= name[0] and vw not in here]
             if missing:
                 return messages.NotYet(f"VW {', '.join(map(str, missing))} in gather {name}"), ()
-            del self._members[name]
-            self._name, self._parts = name, self._open.pop(name)
+            del self._open[name]
+            self._name, self._parts = name, here
         parts = tuple(messages.GatherPart(vw, len(self._parts[vw])) for vw in sorted(self._parts))
         return messages.Gathered(*name, parts), [self._parts[each.vw] for each in parts]
 
@@ -61,16 +61,14 @@ class Gathers:
         if name not in self._open:
             # No VW is in two gathers at once: an older gather is left over from VWs that are gone.
             for older in [each for each in self._open if each < name]:
-                del self._open[older], self._members[older]
-            self._open[name] = {}
-            self._members[name] = frozenset(each for each in live if waits.get(each, -1) <= name[0])
-        self._open[name].setdefault(vw, part)
+                del self._open[older]
+            self._open[name] = sorted(each for each in live if waits.get(each, -1) <= name[0]), {}
+        self._open[name][1].setdefault(vw, part)
         self._given[vw] = name
 
     def restore(self, gathered: messages.Gathered, body: Bytes) -> None:
         """Take over a result that a VW has kept, if it is newer. Drop open gathers, which begin again."""
         self._open.clear()
-        self._members.clear()
         name = (gathered.cut, gathered.ordinal)
         if gathered.size != len(body) or any(part.size < 0 for part in gathered.parts):
             raise RemoteFault(Refusal.MALFORMED, f"gather {name} is reported with {len(body)} bytes")
@@ -82,22 +80,18 @@ class KeptBytes:
     """Bytes of any size, by name, which VW 0 leaves for VWs that come later."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[messages.KeepBytes, Bytes]] = {}
+        self.content: dict[str, tuple[messages.KeepBytes, Bytes]] = {}
         self.asked: dict[int, str] = {}
         """Name of the bytes for which a VW waits, by VW."""
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._kept
 
     def serve(self, message: messages.AboutKept, body: Bytes) -> tuple[messages.Answer, Sequence[Bytes]]:
         """Return the answer and its body."""
         if isinstance(message, messages.KeepBytes):
-            self._kept.pop(message.name, None)
+            self.content.pop(message.name, None)
             if len(body):
-                self._kept[message.name] = message, body
+                self.content[message.name] = message, body
             return messages.Done(), ()
-        kept, content = self._kept.get(message.name, (None, b""))
+        kept, content = self.content.get(message.name, (None, b""))
         if kept is None or (kept.readers and message.incarnation not in kept.readers):
             self.asked[message.vw] = message.name
             return messages.NotYet(f"'{message.name}', which VW 0 leaves"), ()

@@ -125,8 +125,7 @@ class Member:
     def synchronise(self, *, cut: bool = False) -> None:
         """Push the update of the wave that ends now, then pull weights. ``cut`` is as in ``Pushed``."""
         self._begin(Goal.WAVE)
-        self._take_update()
-        self._wants_cut = cut
+        self._pending, self._wants_cut = self.clock, cut
         self._resume(None)
 
     def arrive(self, cut: int, *, update: bool, admit: bool = False) -> None:
@@ -135,7 +134,7 @@ class Member:
             raise LocalFault(f"cut {cut} comes after cut {self.cut}")
         self._begin(Goal.CUT)
         if update:
-            self._take_update()
+            self._pending, self._wants_cut = self.clock, False
         self._arrival = cut, admit
         self._resume(None)
 
@@ -165,10 +164,6 @@ class Member:
     def _begin(self, goal: Goal) -> None:
         self.check_idle()
         self.goal = goal
-
-    def _take_update(self) -> None:
-        self._pending = self.clock
-        self._wants_cut = False
 
     # Requests.
 

@@ -223,7 +223,11 @@ class Shard:
         self.abandoned(message)
         if isinstance(message, messages.Load):
             self._check_load(message, len(body))
-            self._load(message, body)
+            self._weight_layout = ShardLayout(message.parameters, update=False)
+            self._update_layout = ShardLayout(message.parameters, update=True)
+            self._weights = _taken(body)
+            self._views = self._weight_layout.views(self._weights)
+            self.loaded = True
         elif isinstance(message, messages.StageUpdate):
             self._check_stage(message, len(body))
             staged = self.staged.setdefault(message.vw, StagedUpdate(_id(message)))
@@ -245,13 +249,6 @@ class Shard:
         wanted = ShardLayout(message.parameters, update=False).size
         if size != wanted:
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes of weights for parameters of {wanted} bytes")
-
-    def _load(self, message: messages.Load, body: memoryview) -> None:
-        self._weight_layout = ShardLayout(message.parameters, update=False)
-        self._update_layout = ShardLayout(message.parameters, update=True)
-        self._weights = _taken(body)
-        self._views = self._weight_layout.views(self._weights)
-        self.loaded = True
 
     def _check_content(self, generation: str) -> None:
         if self.content != generation or not self.loaded:
