@@ -118,11 +118,12 @@ def test_shares_follow_the_rates_of_the_epoch_before(tmp_path: Path) -> None:
     assert [[len(epoch) for epoch in mine] for mine in data] == [[9, 5, 5, 9], [8, 12, 12, 8]]
     saved = whole.folder / f"step={9 + 5}.ckpt"
     again.more |= {"resume": str(saved), "paces": paces[2:]}
-    rare = Job(tmp_path / "rare", lengths=(0, 0), in_flight=2, more={**more, "paces": paces, "validate": True})
+    rare = Job(tmp_path / "rare", lengths=(0, 0), in_flight=2, more={**more, "paces": paces[1:], "validate": True})
     rare.folder.mkdir()
-    rare.more["trainer"] = {"max_epochs": 4, "val_check_interval": 9}
+    rare.more["trainer"] = {"max_epochs": 3, "val_check_interval": 9}  # of 9 minibatches, 5 and 9
     found, resumed, seldom = run_all(whole, again, rare)
-    assert [len(each["validated"]) for each in seldom] == [4, 4]
+    assert [len(each["validated"]) for each in seldom] == [3, 3]
+    assert [len(each["outputs"]) for each in seldom] == [9 + 5 + 9, 8 + 12 + 8]
     # Of 9 minibatches validations come after 4 and 8, of 5 after 2 and 4; when virtual worker 0 has come to its eighth,
     # the other one has come to its last, so that this validation is at the end.
     cuts = {0: [2], 1: [1, 2], 2: [1, 2], 3: [2]}
