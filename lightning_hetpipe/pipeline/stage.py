@@ -367,9 +367,10 @@ class Stage:
     def _forward(self, task: Forward, event: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
         number, segment = task.minibatch, task.segment
         self.stream.join(self.stash.buffer(task.weights).published)
-        self.stream.join(self._newest)
         self.stream.join(event, task.value.tensors)
         runner = self._runners[segment]
+        if runner.changes_buffers():
+            self.stream.join(self._newest)
         kind = runner.kind(task)
         if self.memory.limited and (known := runner.counter.known(task.value.tensors)) is not None:
             self._make_room(known.all)
