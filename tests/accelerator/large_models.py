@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_hetpipe.capture.profiling import Microbenchmark
 from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.model.profile import Times
 from tests.accelerator.four_devices import DEVICES, LARGE, SHARE, cluster, limit, trainer_on
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, State
@@ -80,9 +82,8 @@ class Translates(Evaluated):
 class ResNet(nn.Module):
     """Activations weigh most at its beginning, weights at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = (16, 16, 16, 24, 24, 32, 32)) -> None:
         super().__init__()
-        widths = [16, 16, 16, 16, 16, 24, 24, 24, 24, 32, 32, 32, 32]
         self.first = nn.Conv2d(1, widths[0], 3, padding=1)
         self.blocks = nn.ModuleList([Bottleneck(one, other) for one, other in pairwise(widths)])
         self.last = nn.Linear(widths[-1], CLASSES)
@@ -97,7 +98,7 @@ class ResNet(nn.Module):
 
 def gpt() -> tuple[Learner, DataLoader[Any]]:
     torch.manual_seed(7)
-    return Writes(GPT(blocks=20, width=64), ADAMW), words(40, 8)
+    return Writes(GPT(blocks=8, width=96), ADAMW), words(40, 8)
 
 
 def resnet() -> tuple[Learner, DataLoader[Any]]:
@@ -105,9 +106,22 @@ def resnet() -> tuple[Learner, DataLoader[Any]]:
     return Sees(ResNet(), SGD), images(40, 8)
 
 
+def deep_resnet() -> tuple[Learner, DataLoader[Any]]:
+    """A network with many blocks and few weights, and batches whose activations weigh most."""
+    torch.manual_seed(7)
+    widths = [16, 16, 16, 16, 16, 24, 24, 24, 24, 32, 32, 32, 32]
+    return Sees(ResNet(widths), SGD), images(120, 60)
+
+
 def translator() -> tuple[Learner, DataLoader[Any]]:
     torch.manual_seed(7)
     return Translates(), words(40, 8)
+
+
+def times_by_weights(benchmark: Microbenchmark, *_: object) -> Times:
+    """Return the same seconds for each weight of a layer. Measured seconds may make uneven stages."""
+    seconds = 1e-7 * sum(weight.numel() for weight in benchmark.scratch.parameters())
+    return Times(seconds, 2 * seconds)
 
 
 def check_pipeline(
@@ -136,7 +150,7 @@ def check_pipeline(
     expected = expect(task, loader, in_flight, max_epochs=2)
     limit(*[room] * devices)
     first = trainer()
-    first.fit(task, loader, loader)
+    first.fit(task, loader)
     first.save_checkpoint(folder / "half.ckpt")
     again, _ = make()
     resumed = trainer(max_epochs=2)

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.capture import profiling
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
-from lightning_hetpipe.planning.model.profile import Profile, Times
+from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.accelerator.four_devices import DEVICES, LARGE, MARGIN, SHARE, cluster, limit, peaks, trainer_on
-from tests.accelerator.large_models import Evaluated, Writes
+from tests.accelerator.large_models import Evaluated, Writes, times_by_weights
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, Recipe, State
 from tests.support.accelerator import TestAccelerator
@@ -67,15 +67,15 @@ def adapt(module: nn.Module) -> None:
 
 def adapters() -> Learner:
     torch.manual_seed(7)
-    model = GPT(blocks=8, width=96)
+    model = GPT(blocks=4, width=128)
     adapt(model)
     return Writes(model, ADAMW)
 
 
 @pytest.fixture(autouse=True)
 def equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured times may make uneven stages."""
-    monkeypatch.setattr(profiling, "_times", lambda *_: Times(1e-3, 2e-3))
+    """Stages of equal bytes."""
+    monkeypatch.setattr(profiling, "_times", times_by_weights)
 
 
 def check(stages: Sequence[StageEstimate], least: float = LEAST) -> None:
@@ -190,7 +190,7 @@ def test_weights_that_are_trained_later_have_room_from_the_start(
 ) -> None:
     """A callback of Lightning's says that some will be, but not which."""
     torch.manual_seed(7)
-    task = Writes(GPT(blocks=9, width=64), Recipe(trained_ones))
+    task = Writes(GPT(blocks=4, width=96), Recipe(trained_ones))
     limit(*LARGE)
     strategy = stashing(stages=4, in_flight=in_flight, cluster=cluster(*LARGE))
     trainer_on(accelerator, strategy, max_epochs=2, callbacks=[Unfreezes()]).fit(task, words(20, 2))

@@ -24,7 +24,7 @@ KINDS: dict[str, Any] = {"num_labels": CLASSES}
 
 def gpt2() -> Any:
     still: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes: dict[str, Any] = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8}
+    sizes: dict[str, Any] = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
     return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=WORDS, use_cache=False, **sizes, **still))
 
 

@@ -25,7 +25,6 @@ from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.catalogue import FRAGMENTED
 from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY
 from lightning_hetpipe.planning.model.estimate import Estimate
-from lightning_hetpipe.planning.model.profile import Times
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
@@ -34,15 +33,26 @@ from lightning_hetpipe.run.stale_gradients import CORRECTED
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.accelerator.four_devices import DEVICES, LARGE, MARGIN, SHARE, cluster, limit, peaks, trainer_on
-from tests.accelerator.large_models import Decoder, Evaluated, Writes, check_pipeline, gpt, resnet, translator
+from tests.accelerator.large_models import (
+    Decoder,
+    Evaluated,
+    Sees,
+    Writes,
+    check_pipeline,
+    deep_resnet,
+    gpt,
+    resnet,
+    times_by_weights,
+    translator,
+)
 from tests.exact.pipelines import Pinned
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, Recipe, State
 from tests.support.accelerator import NAME, TestAccelerator, set_limit
-from tests.support.captured_models import GPT
+from tests.support.captured_models import GPT, ResNet
 from tests.support.equality import assert_same
 from tests.support.marks import quick
-from tests.support.models import ADAMW, WORDS, Learner, images, words
+from tests.support.models import ADAMW, SGD, WORDS, Learner, images, words
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
@@ -62,19 +72,19 @@ def test_in_a_pipeline(
     accelerator: TestAccelerator,
     tmp_path: Path,
 ) -> None:
-    check_pipeline(make, in_flight, planned, accelerator, tmp_path)
+    # With few layers, stages of measured times are less even than with many.
+    check_pipeline(make, in_flight, planned, accelerator, tmp_path, share=2.6)
 
 
 def test_no_device_has_more_than_its_plan_says(
     planned: list[Estimate], accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an evaluation between two steps, gradients of all minibatches in flight wait, which no plan has room for."""
-    # Measured ones may make a stage that takes less than a device may be said to have.
-    monkeypatch.setattr(profiling, "_times", lambda *_: Times(1e-3, 2e-3))
+    monkeypatch.setattr(profiling, "_times", times_by_weights)
 
     def small() -> Learner:
         torch.manual_seed(7)
-        return Writes(GPT(blocks=9, width=64), ADAMW)
+        return Writes(GPT(blocks=4, width=96), ADAMW)
 
     loader, in_flight = words(20, 2), 4
     declared = cluster(*LARGE)
@@ -96,11 +106,11 @@ def test_no_device_has_more_than_its_plan_says(
 def test_two_buffers_fit_where_stashing_does_not(
     planned: list[Estimate], accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "_times", lambda *_: Times(1e-3, 2e-3))  # measured ones may make uneven stages
+    monkeypatch.setattr(profiling, "_times", times_by_weights)
 
     def small() -> Learner:
         torch.manual_seed(7)
-        return Writes(GPT(blocks=9, width=64), ADAMW)
+        return Writes(GPT(blocks=4, width=96), ADAMW)
 
     def strategy(weights: str, memory: Sequence[int]) -> HetPipeStrategy:
         return stashing(stages=4, in_flight=4, weights=weights, cluster=cluster(*memory))
@@ -211,10 +221,10 @@ def test_user_code_counts_on_the_last_device(
 def test_equal_stages_that_may_take_too_much_are_warned_of(accelerator: TestAccelerator) -> None:
     """Results depend on Nm, so that it is not lowered silently; what waits goes to the host as long as that helps."""
     torch.manual_seed(7)
-    task, loader = Writes(GPT(blocks=9, width=64), ADAMW), words(20, 2)
+    task, loader = Writes(GPT(blocks=5, width=80), ADAMW), words(20, 2)
     for index in range(DEVICES):
-        set_limit(index, 4_900_000)
-    strategy = Pinned((0, 4, 6, 8), 5)
+        set_limit(index, 4_950_000)
+    strategy = Pinned((0, 3, 4, 5), 5)
     with pytest.warns(UserWarning, match="5 minibatches in flight may take more memory .* set in_flight="):
         trainer_on(accelerator, strategy).fit(task, loader)
     assert max(stage.host_bytes for stage in strategy.last_run.stages)
@@ -286,16 +296,14 @@ def test_with_one_in_flight(
     assert len(strategy.last_run.stages) == DEVICES
 
 
-@quick("gpt-plan", "resnet-in_flight")
+@quick("gpt-plan", "deep_resnet-in_flight")
 @pytest.mark.parametrize("following", ["plan", "in_flight"])
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [gpt, deep_resnet, translator])
 def test_a_spread_run_takes_what_its_plan_says(
     make: Callable[[], tuple[Learner, DataLoader[Any]]], following: str, accelerator: TestAccelerator
 ) -> None:
     """On devices that have less than a pipeline of one minibatch takes; bytes are those that a CPU has shown."""
     task, loader = make()
-    if make is resnet:
-        loader = images(120, 60)
     profile, optimizer, _ = profiled(quiet_trainer(ProfilingStrategy()), task, train_dataloaders=loader)
     assert optimizer is not None
 
@@ -368,7 +376,7 @@ def test_a_fit_frees_what_an_earlier_one_has_left_in_cycles(
     gc.disable()
     try:
         for _ in range(2):
-            task, loader = resnet()
+            task, loader = Sees(ResNet(), SGD), images(20, 4)
             trainer_on(accelerator, stashing(stages=4, in_flight=2)).fit(task, loader)
     finally:
         gc.enable()
@@ -377,7 +385,7 @@ def test_a_fit_frees_what_an_earlier_one_has_left_in_cycles(
 
 def test_nothing_of_a_module_stays_on_devices_after_a_fit(accelerator: TestAccelerator) -> None:
     """Gradients of linear layers are views; what they are views of must go where they go."""
-    task, loader = gpt()
+    task, loader = Writes(GPT(), ADAMW), words(20, 4)
     trainer = trainer_on(accelerator, stashing(stages=4, in_flight=2))
     trainer.fit(task, loader)
     gc.collect()

@@ -71,11 +71,15 @@ def planned() -> HetPipeStrategy:
 
 
 def note_of(
-    strategy: HetPipeStrategy, accelerator: TestAccelerator, *callbacks: Any, kind: type[Writes] = Writes
+    strategy: HetPipeStrategy,
+    accelerator: TestAccelerator,
+    *callbacks: Any,
+    kind: type[Writes] = Writes,
+    blocks: int = 2,
 ) -> str:
     """The note on the error of a fit that runs out of memory."""
     torch.manual_seed(7)
-    task, loader = kind(GPT(blocks=4, width=32), ADAMW), words(40, 4)
+    task, loader = kind(GPT(blocks=blocks, width=32), ADAMW), words(24, 4)
     trainer = trainer_on(accelerator, strategy, callbacks=[*callbacks], limit_val_batches=4)
     with pytest.raises(torch.OutOfMemoryError, match=r"testacc:. out of memory") as caught:
         trainer.fit(task, loader, loader)
@@ -136,7 +140,7 @@ def test_a_spread_run(accelerator: TestAccelerator) -> None:
 
 def test_a_spread_run_with_a_plan(accelerator: TestAccelerator) -> None:
     torch.manual_seed(7)
-    task, loader = Writes(GPT(blocks=4, width=32), ADAMW), words(40, 4)
+    task, loader = Writes(GPT(blocks=2, width=32), ADAMW), words(24, 4)
     profile, _, _ = profiled(quiet_trainer(ProfilingStrategy()), task, train_dataloaders=loader)
     choice = best_plan(PlanningProblem(profile, cluster(*LARGE), optimizer="adamw", stages=DEVICES, spread=True), 1)
     plan = Plan.of(choice, profile.model, [layer.name for layer in profile.layers], cluster(*LARGE))
@@ -153,7 +157,8 @@ class HoldsHistory(Writes):
 
 def test_state_that_lies_on_one_device_alone(accelerator: TestAccelerator) -> None:
     """LBFGS keeps each direction of all weights as one vector."""
-    note = note_of(HetPipeStrategy(stages=4, in_flight=1), accelerator, Fills("on_train_batch_end"), kind=HoldsHistory)
+    spread = HetPipeStrategy(stages=4, in_flight=1)
+    note = note_of(spread, accelerator, Fills("on_train_batch_end"), kind=HoldsHistory, blocks=4)
     assert re.search(r"stage 0 on testacc:0: .* 0 bytes of optimizer state", note)
     assert re.search(r"stage 3 on testacc:3: .* (MiB|KiB) of optimizer state", note)
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
+import pytest
+
+from benchmarks import harness
 from benchmarks.growth import MEMORY, SHORT, Growth, growth, measure, report
+from tests.support import forks
 from tests.support.process_use import Use
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
@@ -12,8 +19,10 @@ MIB = 1 << 20
 STEADY = Growth(Use(100 * MIB, 10, 5), Use(101 * MIB, 10, 5))
 
 
-def test_the_short_mode_notices_what_leaks() -> None:
+def test_the_short_mode_notices_what_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have virtual worker 1 keep 256 KiB and a file of each step; others open a few connections at first."""
+    forked = partial(forks.Popen, starting=forks.LAUNCHES)
+    monkeypatch.setattr(harness, "subprocess", SimpleNamespace(Popen=forked, PIPE=subprocess.PIPE))
     task = replace(SHORT, steps=120, samples=40, leaks=1)
     found = measure(task)
     assert found.keys() == {"virtual worker 0", "virtual worker 1", "server"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -102,10 +102,10 @@ class Block(nn.Module):
 class Language(nn.Module):
     """Words to words, with one matrix at both ends."""
 
-    def __init__(self, dropout: float = 0.2) -> None:
+    def __init__(self, dropouts: Sequence[float] = (0.2, 0.0)) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, 8), nn.Embedding(8, 8)
-        self.blocks = nn.ModuleList([Block(8, 4, dropout), Block(8, 4, 0.0)])
+        self.blocks = nn.ModuleList([Block(8, 4, dropout) for dropout in dropouts])
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, WORDS, bias=False)
         self.head.weight = self.words.weight
 

@@ -141,13 +141,14 @@ STAYS: dict[str, tuple[nn.Module, Tensor, str]] = {
 }
 
 
-@pytest.mark.parametrize("shares", [(3, 1), (1, 2, 2), (0, 1), (1, 0, 1)])
 @pytest.mark.parametrize("case", STAYS)
-def test_what_stays_divided(case: str, shares: tuple[float, ...]) -> None:
+def test_what_stays_divided(case: str) -> None:
     module, given, operators = STAYS[case]
-    (region, *others) = assert_divided(Whole(module, given), shares=shares)
-    assert region.startswith(operators)
-    assert not others
+    whole = Whole(module, given)
+    for shares in ((3, 1), (1, 2, 2), (0, 1), (1, 0, 1)):
+        (region, *others) = assert_divided(whole, shares=shares)
+        assert region.startswith(operators), shares
+        assert not others, shares
 
 
 GATHERS: dict[str, tuple[nn.Module, Tensor]] = {
@@ -179,11 +180,12 @@ GATHERS: dict[str, tuple[nn.Module, Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("shares", [(3, 1), (1, 2, 2), (0, 1)])
 @pytest.mark.parametrize("case", GATHERS)
-def test_what_is_made_whole(case: str, shares: tuple[float, ...]) -> None:
+def test_what_is_made_whole(case: str) -> None:
     module, given = GATHERS[case]
-    assert len(assert_divided(Whole(module, given), shares=shares)) >= 2
+    whole = Whole(module, given)
+    for shares in ((3, 1), (1, 2, 2), (0, 1)):
+        assert len(assert_divided(whole, shares=shares)) >= 2, shares
 
 
 class Views(nn.Module):
