@@ -30,8 +30,7 @@ def _forget() -> Iterator[None]:
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.filterwarnings("error:torch.compile cannot compile")
 def test_bit_identical_to_graphs_as_they_are(name: str, precision: Any) -> None:
-    """Images come in batches of one size. Sizes that differ, which compile graphs anew, are the next test's."""
-    make, load = TASKS[name] if name == "words" else (image_task, lambda: colours(12, 4))
+    make, load = TASKS[name]
     plain, compiled = (
         fit(make(), load(), strategy=Pinned([0, 2], 2, split=SPLIT, **settings), precision=precision)
         for settings in ({}, {"compile": "aot_eager"})
