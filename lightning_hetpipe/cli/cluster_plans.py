@@ -135,7 +135,7 @@ def cluster_plans(
 
     for weights in policies:
         allocator = Allocator(
-            replace(problem, optimizer=problem.state + copies_kept(wsp.update_dtype), weights=weights),
+            replace(problem, optimizer=problem.memory.state + copies_kept(wsp.update_dtype), weights=weights),
             in_flight=in_flight,
             clock_distance=wsp.clock_distance,
             wave=None if wsp.wave == "auto" else wsp.wave,

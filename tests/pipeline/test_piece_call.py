@@ -170,6 +170,9 @@ class Current:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def query(self) -> bool:
+        raise AssertionError("no thread asks")
+
     def synchronize(self) -> None:
         raise AssertionError("no thread waits")
 
@@ -185,7 +188,9 @@ class InStreams(UserStream):
         assert list(devices)
         return Current(self.current)
 
-    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+    def join(
+        self, event: StreamEvent | None, tensors: Iterable[Tensor] = (), devices: Iterable[torch.device] = ()
+    ) -> None:
         assert isinstance(event, Current)
         assert len(list(tensors)) == 1
         self.joined.append((self.current, event.name))
