@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
-from lightning_hetpipe.pipeline.values import Difference, alike, unequal
+from lightning_hetpipe.pipeline.values import DeviceComparison, alike, unequal
 from lightning_hetpipe.torch_private.tensors import address_of, foreach_copy_, version_counter
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Buffers:
         self._device = device
         self._names = [_told(module, name) for module, name in places(layers)]
         self._shared: set[int] = set()  # buffers of which several minibatches have had one tensor
-        self._asked: tuple[int, Difference] | None = None  # whether buffers were changed after a minibatch
+        self._asked: tuple[int, DeviceComparison] | None = None  # whether buffers were changed after a minibatch
         self._left = [[tensor_at(place).to(device, copy=True) for place in places(layers)] for _ in range(in_flight)]
 
     def begin(self, minibatch: int, live: Sequence[Tensor]) -> None:
@@ -141,7 +141,7 @@ class Buffers:
         pairs = [(now.to(own.device), own) for now, own in zip(live, left, strict=True)]
         if accelerates(self._device) and alike(pairs):
             if ahead:
-                self._asked = minibatch, Difference(pairs)
+                self._asked = minibatch, DeviceComparison(pairs)
                 return False
             changed = list(range(len(pairs)))  # to copy them takes less than to ask
         else:

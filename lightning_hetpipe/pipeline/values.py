@@ -150,7 +150,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-class Difference:
+class DeviceComparison:
     """Question to a device: which of the ``pairs`` is the first that differs? All must be :func:`alike`. The device
     answers later, and nobody waits meanwhile. It compares all small tensors of a dtype at once, in copies of them."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline import streams
-from lightning_hetpipe.pipeline.values import Difference
+from lightning_hetpipe.pipeline.values import DeviceComparison
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_same_run, fit
 from tests.exact.test_captured import CASES, made
@@ -206,11 +206,11 @@ def test_a_device_answers_which_tensors_differ() -> None:
     """NaN equals NaN, and the first difference is found among several dtypes and sizes."""
     nan = float("nan")
     left = [torch.tensor(each, device=place(1)) for each in ([1.0, nan], [], [2], [3.0], [4, 5], True, [0.0] * 300_000)]
-    assert Difference([(each, each.clone()) for each in left]).place() is None
+    assert DeviceComparison([(each, each.clone()) for each in left]).place() is None
     for changed, value in ((0, 7.0), (2, 7), (3, nan), (4, 7), (5, False), (6, nan)):
         right = [each.clone() for each in left]
         right[changed].view(-1)[-1] = value
-        assert Difference([*zip(left, right, strict=True)]).place() == changed
+        assert DeviceComparison([*zip(left, right, strict=True)]).place() == changed
 
 
 class ChangesBuffer(L.Callback):

@@ -41,7 +41,7 @@ LIBRARIES = ("torch", "torch._dynamo", "scipy.signal", "transformers", "matplotl
 """Those of the modules that ``import lightning`` loads that take long."""
 
 CAPTURE = "torch.export._trace"
-"""What a first ``torch.export`` loads, as a process that captures a model does."""
+"""Modules that a first ``torch.export`` loads, as a process that captures a model does."""
 
 LONGEST = 1 << 17
 """Bytes of a message with the arguments and the environment of a program."""

@@ -196,6 +196,9 @@ void once_over(const Access& access, std::function<void()> act) {
 }
 
 std::atomic<int64_t> host_waits_{0};
+std::mutex acting;
+
+void act(const Clock& clock);
 
 int64_t host_waits() {
   return host_waits_;
@@ -207,12 +210,20 @@ void wait_on_host(const Clock& clock) {
     std::lock_guard<std::mutex> lock(mutex);
     merge(over(), clock);
   }
-  let_act(clock);
+  std::lock_guard<std::mutex> whole(acting); // another thread that waits finds it done
+  act(clock);
 }
 
-void let_act(const Clock& clock) {
-  static std::mutex acting; // another thread that waits finds it done
-  std::lock_guard<std::mutex> whole(acting);
+bool let_act(const Clock& clock) {
+  // Who asks holds Python's lock, for which another thread may wait as it acts.
+  std::unique_lock<std::mutex> whole(acting, std::try_to_lock);
+  if (whole.owns_lock()) {
+    act(clock);
+  }
+  return whole.owns_lock();
+}
+
+void act(const Clock& clock) {
   std::vector<std::function<void()>> acts;
   {
     std::lock_guard<std::mutex> lock(mutex);

@@ -64,8 +64,9 @@ void once_over(const Access& access, std::function<void()> act);
 void wait_on_host(const Clock& clock);
 void wait_on_host(c10::DeviceIndex device);
 
-// Act for what is over at `clock`, of which the host knows by a question: nothing else is ordered by that.
-void let_act(const Clock& clock);
+// Act for what is over at `clock`, of which the host knows by a question: nothing else is ordered by that. False while
+// another thread acts.
+bool let_act(const Clock& clock);
 
 // How often the host has waited: for an event, a stream, a device, or a value.
 int64_t host_waits();

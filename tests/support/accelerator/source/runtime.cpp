@@ -88,10 +88,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
-    if (event != nullptr) {
-      let_act(static_cast<Event*>(event)->clock);
-    }
-    return true;
+    return event == nullptr || let_act(static_cast<Event*>(event)->clock);
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
