@@ -72,6 +72,11 @@ class Child:
     def name(self) -> str:
         return f"virtual worker {self.worker}"
 
+    @property
+    def was_told(self) -> bool:
+        """True if it was told to end and has left the other virtual workers, who hear of it through servers."""
+        return self.error is not None and self.error.startswith(f"{ToldToEnd.__name__}:")
+
     def send(self, signum: int) -> None:
         """Send a signal to the child, and SIGINT to all processes of its session, as a terminal does. A process that is
         interrupted while it waits for a DataLoader worker does not end the worker in time, because its exception holds
@@ -197,8 +202,7 @@ class Children:
             say(f"{child} {how(code)}, and is started again ({left or 'no'} more restart{'s' * (left != 1)})")
             return again
         try:
-            # If it was told to end and has left the other virtual workers, they hear of it through servers.
-            if failed and not (child.error or "").startswith(f"{ToldToEnd.__name__}:"):
+            if failed and not child.was_told:
                 ended, sentence = how(code), f"{child} {how(code)}" if child.error is None else ""
                 if child.error is not None and child.lost:
                     ended, sentence = f"was {child.lost}", went_on_without(str(child), child.lost)

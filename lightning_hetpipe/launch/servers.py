@@ -138,7 +138,6 @@ def find(launch: LaunchSettings, further: Sequence[str] = ()) -> FoundServers:
     """Find the servers. The node's first VW starts its node's server, as :func:`start` does. ``further`` are servers of
     nodes without a virtual worker. Raise as :func:`start` does, and SettingError if an environment variable is
     missing."""
-    global _first
     rank, wsp, given = launch.rank, launch.wsp, launch.security
     if wsp.servers is not None:
         known = wsp.servers if rank.index == 0 else ()
@@ -151,13 +150,7 @@ def find(launch: LaunchSettings, further: Sequence[str] = ()) -> FoundServers:
     elif rank.role is Role.CHILD:
         variables = parent_watch.launcher_variables()
     else:
-        name = _launch_of(launch.environment)
-        if _first is None or _first.launch != name:
-            _first = local_rendezvous.ask(name, launch.timeout)
-            _undo.callback(_first.close)
-            if _first.pipe is not None:
-                supervision.tell(_first.pipe)
-        variables = _first.variables
+        variables = _meet_first(launch).variables
     security = replace(given if rank.nodes > 1 else Security(), token=variables[TOKEN])
     known = (own_address(),) if own_address() and rank.local == 0 else ()
     if rank.index == 0:
@@ -261,6 +254,17 @@ def _be_met(launch: LaunchSettings, variables: Mapping[str, str]) -> None:
                 f"More virtual workers may come: start this command with {free}, and MASTER_ADDR and MASTER_PORT as"
                 f" here ({_launch_of(launch.environment).rstrip('/')})"
             )
+
+
+def _meet_first(launch: LaunchSettings) -> FirstProcess:
+    global _first
+    name = _launch_of(launch.environment)
+    if _first is None or _first.launch != name:
+        _first = local_rendezvous.ask(name, launch.timeout)
+        _undo.callback(_first.close)
+        if _first.pipe is not None:
+            supervision.tell(_first.pipe)
+    return _first
 
 
 # Several nodes.

@@ -385,15 +385,18 @@ class Coordinator:
             at = (message.read_lease, log.head, log.start, tuple(log.tail))
             return messages.Granted(*at, slowest, log.cut_at), ()
         elif isinstance(message, messages.Arrive):
-            if message.admit and message.cut > log.cut:
-                self._admits.add(message.cut)
-            clock = log.arrive(vw, message.cut)
-            self._admit()
-            if clock is not None:
-                return messages.Closed(clock), ()
-            late = [other for other in sorted(log.clock) if other not in log.waits]
-            return messages.NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}"), ()
+            return self._arrive(log, message), ()
         elif isinstance(message, messages.Gather):
             return self._gathers.serve(message, body, log.clock.keys(), log.waits)
         self._admit()
         return self._roster.done(), ()
+
+    def _arrive(self, log: CommitLog, message: messages.Arrive) -> Answer:
+        if message.admit and message.cut > log.cut:
+            self._admits.add(message.cut)
+        clock = log.arrive(message.vw, message.cut)
+        self._admit()
+        if clock is not None:
+            return messages.Closed(clock)
+        late = [vw for vw in sorted(log.clock) if vw not in log.waits]
+        return messages.NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}")

@@ -187,8 +187,30 @@ class GrpcServer:
         self, opening: Opening, header: bytes, messages: Iterator[bytes] | None, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         """Yield the answer. ``messages`` follow the opening, and are None in a call of one message."""
+        try:
+            yield from self._served(opening, header, messages, context)
+        except NoBlock as no:
+            yield Answer(Outcome.PLACE_UNREADABLE).pack(str(no).encode())
+        except Malformed as error:
+            _malformed(context, str(error))
+        except SenderGone:
+            return
+        except CallRefused as no:
+            if no.turned_away:
+                self._rejections.note(context.peer(), no.turned_away)
+            yield Answer(Outcome.REFUSED).pack(str(no).encode()[:HEADER_LIMIT])
+
+    def _served(
+        self, opening: Opening, header: bytes, messages: Iterator[bytes] | None, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
         method, size = opening.method, opening.size
         offered = None
+        if opening.place is None:
+            self._views.drop()
+        else:
+            offered = self._views.look(opening.place)
+            if offered.nbytes != size:
+                raise Malformed(f"a body of {size} bytes lies where {offered.nbytes} are")
 
         def receive(memory: memoryview) -> None:
             if memory.nbytes != size:
@@ -200,30 +222,13 @@ class GrpcServer:
                 raise SenderGone
 
         try:
-            if opening.place is None:
-                self._views.drop()
-            else:
-                offered = self._views.look(opening.place)
-                if offered.nbytes != size:
-                    raise Malformed(f"a body of {size} bytes lies where {offered.nbytes} are")
-            try:
-                reply = self._handler.serve(IncomingCall(method, header, size, receive, offered))
-            except (CallRefused, Malformed, SenderGone):
-                raise
-            except Exception as error:
-                _LOG.error("hetpipe server: %s failed", method, exc_info=error)
-                raise CallRefused(f"the server failed at {method}: {type(error).__name__}: {error}") from error
-            yield from _reply(reply, opening, messages)
-        except NoBlock as no:
-            yield Answer(Outcome.PLACE_UNREADABLE).pack(str(no).encode())
-        except Malformed as error:
-            _malformed(context, str(error))
-        except SenderGone:
-            return
-        except CallRefused as no:
-            if no.turned_away:
-                self._rejections.note(context.peer(), no.turned_away)
-            yield Answer(Outcome.REFUSED).pack(str(no).encode()[:HEADER_LIMIT])
+            reply = self._handler.serve(IncomingCall(method, header, size, receive, offered))
+        except (CallRefused, Malformed, SenderGone):
+            raise
+        except Exception as error:
+            _LOG.error("hetpipe server: %s failed", method, exc_info=error)
+            raise CallRefused(f"the server failed at {method}: {type(error).__name__}: {error}") from error
+        yield from _reply(reply, opening, messages)
 
 
 def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> Iterator[bytes]:
