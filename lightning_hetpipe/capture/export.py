@@ -65,9 +65,10 @@ def graph_of(
         args, kwargs: Arguments, of which only shapes, dtypes and devices of tensors matter.
         frozen: Python values that the module reads outside itself, and its decisions by values of data.
         known: Other answers to its first decisions.
-        earlier: Number of the module's other graphs. The first graph is for these sizes only, which takes a
-            quarter of the time. From the second graph on, sizes may vary, of images from the third graph on: that takes
-            minutes for models that cut images into windows.
+        earlier: Number of the module's other graphs. The first graph is for these sizes only, because a graph for all
+            sizes takes two to four times as long to make. In the second graph, sizes may vary, but of inputs with four
+            and more dimensions only the first size. In later graphs, all sizes may vary, which takes minutes for models
+            that cut images into windows.
         numbers: Places, among the inputs, of numbers that may vary between calls.
 
     Raises:

@@ -80,14 +80,15 @@ class Buffers:
             return
         own, previous = self.left(minibatch), self.left(minibatch - 1)
         if own is not previous and not call:
-            changing = [index for index, place in enumerate(layers) if may_change(*place)]
-            for index, tensor in enumerate(previous):
-                if index not in changing:
+            changing = list[int]()
+            for index, (place, tensor) in enumerate(zip(layers, previous, strict=True)):
+                if not may_change(*place):
                     own[index] = tensor
                     self._shared.add(index)
-                elif (
-                    self._is_shared(index, own) or own[index].shape != tensor.shape or own[index].dtype != tensor.dtype
-                ):
+                    continue
+                changing.append(index)
+                is_alike = own[index].shape == tensor.shape and own[index].dtype == tensor.dtype
+                if not is_alike or self._is_shared(index, own):
                     own[index] = torch.empty_like(tensor)
             with torch.no_grad():
                 foreach_copy_([own[index] for index in changing], [previous[index] for index in changing])
@@ -155,8 +156,8 @@ class Buffers:
     def refuse_changes(self) -> None:
         """Raise as :meth:`publish` if the device has found a change."""
         if self._asked is not None:
-            (minibatch, difference), self._asked = self._asked, None
-            if (index := difference.place()) is not None:
+            (minibatch, comparison), self._asked = self._asked, None
+            if (index := comparison.place()) is not None:
                 self._refuse(index, minibatch)
 
     def _refuse(self, index: int, minibatch: int) -> NoReturn:

@@ -96,7 +96,7 @@ class Engine:
         self.minibatches: dict[int, Minibatch] = {}
         self.main = MainThread(self.lock, self.watchdog, self._cancel, JOIN_SECONDS)
         self._runners: list[Worker[Minibatch]] = []
-        self._behind: list[StreamEvent] = []  # of the last finished minibatch
+        self._behind: Sequence[StreamEvent] = ()  # of the last finished minibatch
         self.piece_names = [name for name, _ in pieces]
         self._layers = [layer for _, own in pieces for layer in own]
         self._segments = segments([len(own) for _, own in pieces], split_points)
@@ -217,21 +217,15 @@ class Engine:
                 user.join(taken.event, taken.gradients.values(), [stage.device])
                 behind.append(taken.event)
         found.update(last)
-        self._stay_near(behind)
+        self.catch_up(behind)
         return minibatch
 
-    def _stay_near(self, behind: list[StreamEvent]) -> None:
-        """Wait for the minibatch before the one just finished, whose events are ``behind``, because memory is reused
-        only after devices have computed. Without room for more gradients, wait for both."""
-        waits, self._behind = self._behind, behind
-        self._wait([*waits, *behind] if any(stage.lacks_room() for stage in self.stages) else waits)
-
-    def catch_up(self) -> None:
-        """Wait until devices have computed all finished minibatches."""
-        waits, self._behind = self._behind, []
-        self._wait(waits)
-
-    def _wait(self, events: Sequence[StreamEvent]) -> None:
+    def catch_up(self, behind: Sequence[StreamEvent] = ()) -> None:
+        """Wait until devices have computed all finished minibatches but the last one, whose events are ``behind``: they
+        reuse memory only after that. Without room for more gradients, wait for the last one as well."""
+        events, self._behind = self._behind, behind
+        if any(stage.lacks_room() for stage in self.stages):
+            events = [*events, *behind]
         if not all(event.query() for event in events):
             with self.main.unlocked():
                 for event in events:

@@ -5,8 +5,8 @@ device in sequence is a *stream*. Each stage has a stream of its own, so that se
 copies overlap with computing. User code and Lightning's thread share the device's default stream, as in a plain run.
 
 If a tensor goes from one stream to another, the first leaves a :class:`StreamEvent`, for which the other stream waits.
-The device waits, and no thread does. So threads run ahead of their devices, by at most what is in flight and one
-minibatch. When Lightning's thread finishes a minibatch, it waits for the one before. Events stand:
+A device waits, not a thread. So threads run ahead of their devices, by at most Nm + 1 minibatches: when Lightning's
+thread finishes minibatch p, it waits for minibatch p - 1. Events stand:
 
 - at a piece's inputs and outputs, and the gradients of both: from user code to a stage, from stage to stage, and back,
 - at a version that Lightning's thread has published, for the stage that reads it,

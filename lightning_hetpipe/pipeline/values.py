@@ -115,7 +115,7 @@ def _distinct(leaves: Sequence[Any]) -> list[Tensor]:
 
 def equal(a: Tensor, b: Tensor) -> bool:
     """Return True if the tensors are equal. NaN equals NaN."""
-    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
+    return torch.equal(a, b) or (a.shape == b.shape and not _differ(a, b).any())
 
 
 def all_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
@@ -129,12 +129,17 @@ def unequal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
     found, waiting = list[int](), dict[int, Tensor]()
     for place, (one, other) in enumerate(pairs):
         if one.shape == other.shape and _waits(one):
-            waiting[place] = ((one != other) & ((one == one) | (other == other))).any()
+            waiting[place] = _differ(one, other).any()
         elif not equal(one, other):
             found.append(place)
     if waiting and (differ := torch.stack([*waiting.values()])).any():
         found += [place for place, differs in zip(waiting, differ.tolist(), strict=True) if differs]
     return found
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Return which elements differ. NaN equals NaN."""
+    return (one != other) & ((one == one) | (other == other))
 
 
 def alike(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
@@ -163,7 +168,7 @@ class DeviceComparison:
         self._found: list[Tensor] = []
         for places in kinds.values():
             one, other = (_joined([pairs[place][side].detach() for place in places]) for side in (0, 1))
-            differ = (one != other) & ((one == one) | (other == other))
+            differ = _differ(one, other)
             first = torch.where(differ.any(), differ.byte().argmax(), -1)
             self._found.append(torch.empty_like(first, device="cpu", pin_memory=True))
             self._found[-1].copy_(first, non_blocking=True)

@@ -55,7 +55,7 @@ def test_in_processes(name: str, hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("weights", ["sync", "2bw", "xpipe", "pipeoptim"])
 def test_weight_policies(weights: str, host_threads: list[HostThread]) -> None:
-    """Whichever weights a pass takes, the layers are those of `test_models`: these need no graph."""
+    """A policy chooses the weights of a pass, whatever its layers are. `test_models` has captured layers."""
     every = 3 if weights == "2bw" else 1
     loader = vectors(18, 4)
     expected = expect(plain(), loader, 3, weights=weights, accumulate=every)

@@ -535,7 +535,7 @@ MUTATIONS = (
     ),
     Mutation(
         "streams",
-        "a forward does not wait for those who read the buffers of an earlier minibatch",
+        "a forward overwrites buffers that Lightning's thread still reads",
         "pipeline/stage.py",
         "            self.stream.join(self._newest)\n",
         "            pass\n",

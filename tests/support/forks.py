@@ -1,10 +1,10 @@
 """Python programs in forks of a process that has imported what takes ten seconds to import, but nothing of ours.
 
 A fork server is a fork of pytest's own process, made before that has loaded the package: it costs no import at all. A
-program begins as in an interpreter that was just started, but for modules that are loaded already, none but those that
-``import lightning`` loads, and pytest; where Lightning is loaded, also those that ``torch.export`` loads. And torch
-computes with one thread. Its process is a child of whoever asks for it, so that signals, exit codes and the ends of
-parents are those of any process.
+program begins as in an interpreter that was just started, with one thread for torch. But pytest is loaded, and modules
+that ``import lightning`` loads. If Lightning itself is loaded, modules that ``torch.export`` loads are loaded as well.
+The program's process is a child of the process that asks for it. So signals, exit codes and the ends of parents act as
+with any process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LIBRARIES = ("torch", "torch._dynamo", "scipy.signal", "transformers", "matplotl
 """Those of the modules that ``import lightning`` loads that take long."""
 
 CAPTURE = "torch.export._trace"
-"""Modules that a first ``torch.export`` loads, as a process that captures a model does."""
+"""Module of torch that a first ``torch.export`` loads, with hundreds of others."""
 
 LONGEST = 1 << 17
 """Bytes of a message with the arguments and the environment of a program."""
