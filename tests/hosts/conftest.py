@@ -14,13 +14,20 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def host_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostThread]]:
-    """Hosts that are threads of this process, at any address, and the list of those that were made."""
+    """Hosts that are threads of this process, at any address, and the list of those that were made.
+
+    Torch's faster operators for CPUs are off throughout. ``torch.export`` switches them off in the whole process while
+    it makes a graph, and threads here may compute meanwhile. Hosts in processes of their own are not concerned.
+    """
+    import torch
+
     from tests.hosts.host_threads import HostThread
 
     made: list[HostThread] = []
     monkeypatch.setattr(HostThread, "made", made)
     monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.HostConnection", lambda *_: HostThread())
-    yield made
+    with torch.backends.mkldnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False):
+        yield made
     for host in made:
         host.thread.join(60)  # a fit that fails while it is set up waits for none
     assert not any(host.thread.is_alive() for host in made)
