@@ -128,11 +128,11 @@ class HostRendezvous:
 
     def _serve(self, raw: socket.socket, peer: str) -> None:
         def refused(shown: dict[str, Any]) -> str | None:
+            self._door.heard(raw)  # now, as node 0 may end as soon as it knows of the arrival
             return self._note(Arrival(**shown.get("arrival", {})), raw)
 
         try:
             connection, shown = admit(raw, self._security, INTRODUCING, refused)
-            self._door.heard(raw)
             raw.settimeout(INTRODUCING)
             self._tell(connection, Arrival(**shown["arrival"]))
         except (Refused, TypeError) as why:

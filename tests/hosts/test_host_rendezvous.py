@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -53,6 +53,24 @@ def _serves(address: str, own: Arrival) -> int | None:
 def _asks(address: str, own: Arrival) -> list[Arrival]:
     with Meeting(address, TOKEN, own, LONG) as meeting:
         return meeting.everyone(LONG)
+
+
+def test_a_node_that_is_being_let_in_hears_that_node_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection was closed like one that shows nothing, and it named a refusal."""
+    note = HostRendezvous._note
+
+    def noted(self: HostRendezvous, arrival: Arrival, raw: socket.socket) -> str | None:
+        found = note(self, arrival, raw)
+        ends.append(pool.submit(self.end, 143))
+        eventually(lambda: self._door._closed and not any(self._door._there.values()), "node 0 does not end")
+        return found
+
+    ends = list[Future[None]]()
+    monkeypatch.setattr(HostRendezvous, "_note", noted)
+    with ThreadPoolExecutor(1) as pool, rendezvous() as node0:
+        with pytest.raises(SettingError, match="has ended before all nodes of the plan had come"):
+            _serves(node0.address, ATTIC)
+        ends[0].result(LONG)
 
 
 def test_a_node_that_hears_late_hears_that_all_had_come() -> None:
