@@ -87,10 +87,11 @@ class FrozenValues:
             sys.setprofile(outer)
             if collects:
                 gc.enable()
-            called, noticed.functions = noticed.functions, {}
             if outer is not None:
                 outer.update(noticed)
-                outer.functions.update(called)
+                outer.functions.update(noticed.functions)
+            called = {(code, id(names)): names for code, names in noticed.functions.values()}
+            noticed.functions = {}
             self.checkpoints |= any(code.co_filename == checkpoint.__file__ for code, _ in called)
             new = {
                 key: names

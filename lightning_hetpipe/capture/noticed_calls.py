@@ -66,6 +66,7 @@ _CALLS: dict[CodeType, tuple[str, str]] = {
     _code(LightningModule.log): _OUTPUT,
 }
 """Functions by their code, each with the kind of the call and its description."""
+_NOTICED = frozenset(map(id, _CALLS))  # a code's hash takes as long as a short function
 
 _OF_NODES: dict[str, tuple[str, str]] = {
     "register_prehook": (HOOK, "puts a hook on a node of autograd's graph"),
@@ -84,6 +85,9 @@ _WRITERS = (print, open)
 _WRITING = {"write", "writelines"}
 """Methods of files, including the console."""
 
+_NAMES = {*(each.__name__ for each in _WRITERS), *_WRITING, *_OF_NODES, *_OF_GENERATORS}
+"""Names of all noticed functions that are written in C."""
+
 _FORK = _code(torch.random.fork_rng)
 
 
@@ -91,19 +95,23 @@ class NoticedCalls(dict[str, tuple[str, str]]):
     """Profiler that records the first noticed call of each kind: its description, and the user's line that makes it.
 
     Attributes:
-        functions: The called functions: their codes with their globals. Code alone is not enough, because functions of
-            two files with equal lines have equal codes.
+        functions: The called functions: their codes with their globals, by the ``id`` of both. Code alone is not
+            enough, because functions of two files with equal lines have equal codes.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.functions: dict[tuple[CodeType, int], dict[str, Any]] = {}
+        self.functions: dict[tuple[int, int], tuple[CodeType, dict[str, Any]]] = {}
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:
-        if event == "call":
-            self.functions.setdefault((frame.f_code, id(frame.f_globals)), frame.f_globals)
-            self._check(frame)
-        elif event == "c_call":
+        if event == "call":  # thousands in a forward, so each takes as little as possible
+            code, names = frame.f_code, frame.f_globals
+            if (key := (id(code), id(names))) not in self.functions:
+                self.functions[key] = code, names
+            if id(code) in _NOTICED:
+                self._check(frame)
+        # torch 2.11 traces profilers, and fails at such names
+        elif event == "c_call" and not torch.compiler.is_dynamo_compiling() and called.__name__ in _NAMES:
             self._check_c(frame, called)
 
     def _check(self, frame: FrameType) -> None:
@@ -120,9 +128,7 @@ class NoticedCalls(dict[str, tuple[str, str]]):
 
     def _check_c(self, frame: FrameType, function: Any) -> None:
         """Check ``function``, which is written in C and called in ``frame``."""
-        if torch.compiler.is_dynamo_compiling():  # torch 2.11 traces profilers, and fails at such names
-            return
-        name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
+        name, owner = function.__name__, getattr(function, "__self__", None)
         found = None
         if any(function is each for each in _WRITERS) or (name in _WRITING and isinstance(owner, io.IOBase)):
             found = _OUTPUT if _asked_by_user(frame) else None
