@@ -11,17 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.contents import (
-    attributes_with_contents,
-    changed_attribute,
-    plain_attributes,
-    same_objects,
-)
+from lightning_hetpipe.capture.contents import attributes_with_contents, changed_attribute, plain_attributes
 from lightning_hetpipe.capture.grouping import has_users_layers, is_plain_sequential, layers_of, shares_draws
 from lightning_hetpipe.capture.reached_values import ReachedValues
 from lightning_hetpipe.errors import PipelineRefusal, SettingError, nearest
@@ -29,7 +25,9 @@ from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.torch_private.modules import behind_compile, contents, has_any_hooks, has_hooks
+from lightning_hetpipe.torch_private.modules import Contents, behind_compile, has_any_hooks, has_hooks
+
+_TRAINING = attrgetter("training")
 
 
 class SingleLayer(nn.Module):
@@ -211,7 +209,7 @@ class Fingerprint:
         """Take the layers as they are now."""
         self._modules = [module for piece in self.pieces for module in piece.module.modules()]
         self._seen = self._now()
-        self._contents = [*map(contents, self._modules)]
+        self._contents = Contents(self._modules)
         self._beside = self._found_beside().now()
         self._parameters = [_parameter_ids(piece) for piece in self.pieces]
 
@@ -223,11 +221,10 @@ class Fingerprint:
         """Return the name of what has changed since :meth:`take`, or None."""
         if (difference := next(self._beside.differences(), None)) is not None:
             return difference.path
-        held = [*map(contents, self._modules)]
-        if all(map(same_objects, held, self._contents)):
+        if self._contents.same():
             return None
         if (name := changed_attribute(self._seen, self._now())) is None:
-            self._contents = held  # other objects, which are equal
+            self._contents.take()  # other objects, which are equal
         return name
 
     def _found_beside(self) -> ReachedValues:
@@ -244,14 +241,14 @@ class Fingerprint:
 
     def modes(self) -> list[bool]:
         """Return the modes of all modules: True for training."""
-        return [module.training for module in self._modules]
+        return [*map(_TRAINING, self._modules)]
 
     def other_mode(self, modes: list[bool]) -> str | None:
         """Return the name of a module whose mode differs from ``modes``, or None."""
-        for module, training in zip(self._modules, modes, strict=True):
-            if module.training is not training:
-                return next(path for path, _, part in self._parts() if part is module)
-        return None
+        if self.modes() == modes:
+            return None
+        other = next(part for part, before in zip(self._modules, modes, strict=True) if part.training != before)
+        return next(path for path, _, part in self._parts() if part is other)
 
     def follow(self) -> None:
         """Capture graphs anew, and refuse changes that new copies of the layers would not follow.

@@ -26,7 +26,8 @@ def deliver(gradients: Mapping[nn.Parameter, Tensor], factor: float = 1.0) -> No
     for parameter, gradient in gradients.items():
         if not parameter.requires_grad:  # a callback froze it meanwhile
             continue
-        gradient = gradient.to(parameter.device)
+        if gradient.device != parameter.device:
+            gradient = gradient.to(parameter.device)
         if factor != 1.0:
             gradient = gradient * factor  # not in place: autograd may use one tensor for several gradients
         if has_gradient_hooks(parameter):

@@ -23,7 +23,7 @@ If torch does not have a name:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -162,9 +162,10 @@ def address_of(tensor: Tensor) -> int | None:
     """Return the address of the memory of ``tensor``, or None if it has no memory in this process."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return None
-    with suppress(RuntimeError):  # of a storage without memory, as of `without_memory`
+    try:
         return tensor.untyped_storage().data_ptr() or None
-    return None
+    except RuntimeError:  # of a storage without memory, as of `without_memory`
+        return None
 
 
 def exchange(one: Tensor, other: Tensor) -> None:

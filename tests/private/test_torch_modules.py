@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -25,8 +24,8 @@ from lightning_hetpipe.torch_private.modes import (
     without_dispatch_modes,
 )
 from lightning_hetpipe.torch_private.modules import (
+    Contents,
     computing_hooks,
-    contents,
     has_global_hooks,
     has_hooks,
     reset_of,
@@ -215,22 +214,27 @@ def test_hooks_of_modules(register: str) -> None:
 
 @guards("_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
 def test_contents() -> None:
-    module = nn.BatchNorm1d(2)
-    before = contents(module)
-    assert all(map(operator.is_, before, contents(module)))
+    norm: Any = nn.BatchNorm1d(2)
+    recurrent: Any = nn.LSTM(1, 1)
+    module = nn.Sequential(norm, recurrent)
+    held = Contents([*module.modules()])
+    assert held.same()
     for change in (
-        lambda: setattr(module, "eps", 0.5),
-        lambda: setattr(module, "weight", nn.Parameter(torch.ones(2))),
-        lambda: setattr(module, "running_mean", torch.ones(2)),
-        lambda: module.register_module("child", nn.Linear(1, 1)),
-        lambda: module.register_forward_hook(lambda *_: None),
-        lambda: module.eval(),
+        lambda: setattr(norm, "eps", 0.5),
+        lambda: setattr(norm, "weight", nn.Parameter(torch.ones(2))),
+        lambda: setattr(norm, "running_mean", torch.ones(2)),
+        lambda: norm.register_module("child", nn.Linear(1, 1)),
+        lambda: norm.register_forward_hook(lambda *_: None),
+        lambda: norm.eval(),
+        lambda: recurrent._flat_weights.reverse(),
+        lambda: recurrent._flat_weights.pop(),
+        lambda: setattr(module, "new", None),
+        lambda: vars(module).update(other=vars(module).pop("new")),
     ):
         change()
-        after = contents(module)
-        same = len(after) == len(before) and all(map(operator.is_, before, after))
-        assert not same, "stages would not follow a change of the live module"
-        before = after
+        assert not held.same(), "stages would not follow a change of the live module"
+        held.take()
+        assert held.same()
 
 
 @guards("_forward_hooks", "_forward_pre_hooks")
