@@ -264,6 +264,8 @@ class WeightStash(VersionedLayers):
     def _share_frozen(self, version: Version) -> list[Tensor]:
         """Make ``version`` and later ones share the frozen weights. Return the copies of changed frozen weights."""
         trained = version.flags.requires_grad
+        if not self._frozen and all(trained):
+            return []
         live = {number: each for number, each in enumerate(version.parameters) if not trained[number]}
         shared = {number: each for number, each in self._frozen.items() if number in live}
         # By value, because counters miss changes through ``.data``.
