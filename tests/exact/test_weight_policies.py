@@ -157,7 +157,7 @@ def test_two_buffers_with_one_in_flight_equal_plain_training() -> None:
     ],
 )
 def test_versions_take_no_more_memory_than_the_policy_says(policy: str, every: int, buffers: int) -> None:
-    task, loader = mlp(MOMENTUM), vectors(44, 4)
+    task, loader = mlp(MOMENTUM), vectors(28, 4)
     strategy = even(7, 2, 4, weights=policy)
     fit(task, loader, strategy=strategy, accumulate_grad_batches=every)
     weights = sum(parameter.nbytes for parameter in task.parameters())
@@ -167,7 +167,7 @@ def test_versions_take_no_more_memory_than_the_policy_says(policy: str, every: i
 @pytest.mark.parametrize(("policy", "every"), [("stash", 1), ("spectrain", 1), ("xpipe", 2), ("pipeoptim", 1)])
 def test_rates_that_begin_lower(policy: str, every: int) -> None:
     """Seen by steps and predictions alone: the scheduler multiplies the user's rate."""
-    task, loader = mlp(RECIPES.get(policy, MOMENTUM)), vectors(44, 4)
+    task, loader = mlp(RECIPES.get(policy, MOMENTUM)), vectors(28, 4)
     expected = expect(task, loader, 4, accumulate=every, weights=policy, lr_correction=7)
     strategy = even(7, 2, 4, weights=policy, lr_correction=7)
     assert_equal(expected, fit(task, loader, strategy=strategy, accumulate_grad_batches=every))
