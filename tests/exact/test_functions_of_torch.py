@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -198,11 +197,6 @@ def test_a_buffer_that_a_later_call_changes() -> None:
         trained(GivesBuffer, pipelined("sync"), step)
 
 
-@functools.cache
-def stashed(net: type[nn.Module]) -> list[Tensor]:
-    return trained(net, pipelined("stash"))
-
-
 def trained(net: type[nn.Module], strategy: Any, step: Step = plain_step) -> list[Tensor]:
     L.seed_everything(0, verbose=False)
     module = Learner(step, net=net())
@@ -212,6 +206,16 @@ def trained(net: type[nn.Module], strategy: Any, step: Step = plain_step) -> lis
 
 def pipelined(weights: str) -> HetPipeStrategy:
     return HetPipeStrategy(stages=2, in_flight=3, weights=weights)
+
+
+STASHED: dict[type[nn.Module], list[Tensor]] = {}
+
+
+def stashed(net: type[nn.Module]) -> list[Tensor]:
+    """What ``trained`` gives with stashed weights, once for all tests."""
+    if net not in STASHED:
+        STASHED[net] = trained(net, pipelined("stash"))
+    return STASHED[net]
 
 
 OTHERS = [DecidesByFunctions, DecidesByWeights, ReadsBefore, ViewOfActivation, ViewOfInput, DataOfInput]
