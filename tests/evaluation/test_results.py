@@ -32,7 +32,7 @@ def evaluates(name: str) -> tuple[Learner, DataLoader[Any]]:
     make, loader = {
         "mlp": (models.mlp, models.vectors(22, 4)),
         "sequential resnet": (models.resnet, models.images(14, 4)),
-        "transformer": (models.transformer, models.sentences(14, 4)),
+        "transformer": (models.transformer, models.sentences(16, 4)),
     }[name]
     return Evaluates(make()), loader
 

@@ -79,7 +79,7 @@ class AtEpoch(L.Callback):
 @pytest.mark.parametrize("captured", [False, True])
 def test_contents_that_change_between_epochs_are_followed(captured: bool, change: str, in_flight: int) -> None:
     task: Learner = Whole(Model()) if captured else Task(nn.Sequential(Bends(), nn.Linear(8, CLASSES)))
-    loader = vectors(18, 4)
+    loader = vectors(20, 4)
 
     def edit(p: int, model: Any) -> None:
         if p == 5:

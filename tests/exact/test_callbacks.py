@@ -15,7 +15,7 @@ from tests.exact.running import Record, assert_equal, assert_same_run, expect, f
 from tests.oracle import Batch, Outputs, State
 from tests.support.equality import assert_same
 from tests.support.marks import fewer, quick
-from tests.support.models import ADAMW, CLASSES, Task, images, mlp, resnet, vectors
+from tests.support.models import ADAMW, CLASSES, Task, convnet, images, mlp, resnet, vectors
 
 NM = [1, 4]
 
@@ -24,7 +24,7 @@ NM = [1, 4]
 @pytest.mark.parametrize("in_flight", NM)
 def test_averaged_weights(in_flight: int) -> None:
     """Evaluations swap the average in and out, and training does not notice; the average is what is left."""
-    task, loader = resnet(ADAMW), images(18, 4)
+    task, loader = convnet(ADAMW), images(18, 4)
     expected = expect(task, loader, in_flight)
     averaging = EMAWeightAveraging(decay=0.5)
     record = fit(
@@ -114,7 +114,7 @@ def test_a_task_is_left_as_a_plain_one() -> None:
     """After the run the module works without a strategy: no hooks, no replaced forwards, no foreign buffers."""
     task: Task = resnet(ADAMW)
     before = {name: sorted(vars(module)) for name, module in task.net.named_modules()}
-    fit(task, images(18, 4), strategy=even(9, 3, 4))
+    fit(task, images(20, 4), strategy=even(9, 3, 4))
     assert {name: sorted(vars(module)) for name, module in task.net.named_modules()} == before
     for module in task.modules():
         assert not module._forward_hooks

@@ -35,8 +35,8 @@ CUTS = [(0,), (0, 2), (0, 1, 3), (0, 3, 5)]
 """Split points of two pieces with three to five layers each."""
 
 
-def check(task: Learner, cuts: Sequence[int], in_flight: int, **settings: Any) -> Record:
-    loader = vectors(18, 4)
+def check(task: Learner, cuts: Sequence[int], in_flight: int, samples: int = 20, **settings: Any) -> Record:
+    loader = vectors(samples, 4)
     expected = expect(task, loader, in_flight, stages=len(cuts))
     record = fit(task, loader, strategy=Pinned(cuts, in_flight, **settings))
     assert_equal(expected, record)
@@ -192,14 +192,14 @@ def test_ways_of_calling_again(task: type[Learner], cuts: Sequence[int], in_flig
 @pytest.mark.parametrize("in_flight", slow_except([1, 3], 3))
 def test_calls_with_inputs_of_different_shapes(in_flight: int) -> None:
     torch.manual_seed(0)
-    check(Shapes(), (0, 1), in_flight)
+    check(Shapes(), (0, 1), in_flight, samples=18)
 
 
 @pytest.mark.parametrize("cuts", slow_except([((0, 4),), ((0, 2, 5),)], ((0, 2, 5),)))
 def test_a_target_that_follows(cuts: Sequence[int]) -> None:
     """Both networks are named, so that stages have versions of the target, too."""
     torch.manual_seed(0)
-    task, loader = BYOL(), vectors(18, 4)
+    task, loader = BYOL(), vectors(20, 4)
     expected = expect(task, loader, 3, edit=lambda p, model: model.follow())
     strategy = Pinned(cuts, 3, module=["online", "predictor", "target"])
     assert_equal(expected, fit(task, loader, [Momentum()], strategy=strategy))

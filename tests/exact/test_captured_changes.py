@@ -90,7 +90,7 @@ class EditModel(Edit):
 @pytest.mark.parametrize("edit", [bend, exchange])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_changes_between_epochs_are_captured_again(edit: Callable[[Any], None], in_flight: int) -> None:
-    task, loader = Whole(Slope()), vectors(18, 4)
+    task, loader = Whole(Slope()), vectors(20, 4)
     same = expect(task, loader, in_flight)
     expected = expect(task, loader, in_flight, edit=lambda p, module: edit(module.model) if p == 5 else None)
     record = fit(task, loader, [EditModel(edit, 1)], strategy=delayed(Pinned((0, 1, 2), in_flight), 1))
@@ -260,9 +260,9 @@ def test_a_tensor_that_is_given_twice_in_some_calls(in_flight: int) -> None:
         def is_first(self, x: Tensor) -> bool:
             return bool(x[0, 0] == self.firsts[0, 0]) or bool(x[0, 0] > 0)
 
-        firsts = torch.tanh(next(iter(vectors(26, 4)))[0])
+        firsts = torch.tanh(next(iter(vectors(28, 4)))[0])
 
-    task, loader = Meets(), vectors(26, 4)
+    task, loader = Meets(), vectors(28, 4)
     firsts = [task.is_first(torch.tanh(x)) for x, _ in loader]
     assert firsts[0]
     assert not all(firsts)

@@ -26,9 +26,9 @@ from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
 
-def words() -> DataLoader[Any]:
+def words(samples: int = 16) -> DataLoader[Any]:
     chance = torch.Generator().manual_seed(3)
-    return DataLoader(TensorDataset(torch.randint(WORDS, (14, 7), generator=chance)), 4)
+    return DataLoader(TensorDataset(torch.randint(WORDS, (samples, 7), generator=chance)), 4)
 
 
 def made(kind: type[Learner], **settings: Any) -> Any:
@@ -39,8 +39,9 @@ def made(kind: type[Learner], **settings: Any) -> Any:
 @quick("3")
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_cache_and_hidden_states(in_flight: int) -> None:
-    expected = expect(made(Caches), words(), in_flight)
-    assert_equal(expected, fit(made(Caches), words(), strategy=even(4, 2, in_flight)))
+    """With batches of two sizes."""
+    expected = expect(made(Caches), words(14), in_flight)
+    assert_equal(expected, fit(made(Caches), words(14), strategy=even(4, 2, in_flight)))
 
 
 class Reads(Caches):

@@ -20,10 +20,10 @@ FULL = list(itertools.product(STAGES, IN_FLIGHT, MODELS, RECIPES))
 PAIRWISE = [(k, n, list(MODELS)[(k + n) % 3], list(RECIPES)[(k + n // 3) % 2]) for k in STAGES for n in IN_FLIGHT]
 
 
-def check(stages: int, in_flight: int, model: str, recipe: str, epochs: int) -> None:
+def check(stages: int, in_flight: int, model: str, recipe: str, epochs: int, samples: int) -> None:
     make_task, make_loader = MODELS[model]
     task = make_task(RECIPES[recipe])
-    loader = make_loader(26, 3)  # nine batches, so that the pipeline fills for each Nm; the last has two samples
+    loader = make_loader(samples, 3)  # nine batches, so that the pipeline fills for each Nm
     expected = expect(task, loader, in_flight, max_epochs=epochs, stages=stages)
     layers = len(list(task.net.children()))
     assert_equal(expected, fit(task, loader, strategy=even(layers, stages, in_flight), max_epochs=epochs))
@@ -42,13 +42,14 @@ def check(stages: int, in_flight: int, model: str, recipe: str, epochs: int) -> 
 )
 @pytest.mark.parametrize(("stages", "in_flight", "model", "recipe"), PAIRWISE)
 def test_pairwise(stages: int, in_flight: int, model: str, recipe: str) -> None:
-    check(stages, in_flight, model, recipe, epochs=1)
+    samples = 26 if in_flight == 7 else 27  # a smaller last batch has a graph of its own, most of what a case takes
+    check(stages, in_flight, model, recipe, epochs=1, samples=samples)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "in_flight", "model", "recipe"), FULL)
 def test_full(stages: int, in_flight: int, model: str, recipe: str) -> None:
-    check(stages, in_flight, model, recipe, epochs=2)
+    check(stages, in_flight, model, recipe, epochs=2, samples=26)
 
 
 def test_pairwise_covers_every_pair() -> None:

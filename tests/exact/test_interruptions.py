@@ -16,7 +16,7 @@ from tests.exact.running import Recorder, assert_equal, expect, finish, fit
 from tests.oracle import Batch, Outputs, Run, State
 from tests.support.equality import assert_same
 from tests.support.marks import quick, slow_except
-from tests.support.models import ADAMW, CLASSES, SGD, Task, images, mlp, resnet, vectors
+from tests.support.models import ADAMW, CLASSES, SGD, Task, convnet, images, mlp, resnet, vectors
 from tests.support.trainers import quiet_trainer
 
 NM = slow_except([1, 4], 4)
@@ -26,7 +26,7 @@ LENGTH = 5  # batches of an epoch of 18 samples in fours
 @pytest.mark.parametrize("in_flight", NM)
 @pytest.mark.parametrize("steps", [1, 3, 5, 7])
 def test_max_steps(steps: int, in_flight: int) -> None:
-    task, loader = resnet(ADAMW), images(18, 4)
+    task, loader = convnet(ADAMW), images(18, 4)
     expected = expect(task, loader, in_flight, stop_after=steps)
     record = fit(task, loader, strategy=even(9, 3, in_flight), max_steps=steps, max_epochs=-1)
     assert_equal(expected, record)
@@ -69,14 +69,14 @@ class Stop(L.Callback):
 @pytest.mark.parametrize("in_flight", NM)
 @pytest.mark.parametrize("p", [2, 5, 8])
 def test_should_stop(p: int, in_flight: int) -> None:
-    task, loader = resnet(ADAMW), images(18, 4)
+    task, loader = convnet(ADAMW), images(18, 4)
     expected = expect(task, loader, in_flight, stop_after=p)
     assert_equal(expected, fit(task, loader, [Stop(p)], strategy=even(9, 3, in_flight)))
 
 
 @pytest.mark.parametrize("in_flight", NM)
 def test_an_exception_leaves_the_last_finished_step(in_flight: int) -> None:
-    task, loader = resnet(ADAMW), images(18, 4)
+    task, loader = convnet(ADAMW), images(18, 4)
     expected = expect(task, loader, in_flight, stop_after=4)
     keeper = Keeper()
     with pytest.raises(ArithmeticError, match="stop here"):
@@ -177,7 +177,7 @@ def until(run: Run, p: int) -> Run:
 
 
 def test_evaluation_after_training() -> None:
-    task, loader = resnet(ADAMW), images(18, 4)
+    task, loader = resnet(ADAMW), images(20, 4)
     expected = expect(task, loader, 4)
     recorder = Recorder()
     trainer = quiet_trainer(even(9, 3, 4), callbacks=[recorder], max_epochs=2)
@@ -198,7 +198,7 @@ def test_evaluation_after_training() -> None:
 @pytest.mark.parametrize("same_trainer", [True, False])
 def test_a_second_fit(same_trainer: bool) -> None:
     """It starts with fresh optimizers from the weights that the first one left, as Lightning does."""
-    task, loader = resnet(ADAMW), images(18, 4)
+    task, loader = convnet(ADAMW), images(18, 4)
     expected = expect(task, loader, 4)
     recorder = Recorder()
     trainer = quiet_trainer(even(9, 3, 4), callbacks=[recorder], max_epochs=2)

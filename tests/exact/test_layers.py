@@ -13,7 +13,7 @@ from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
 from tests.support.marks import quick, slow_except
-from tests.support.models import ADAMW, CLASSES, SGD, Pieces, Task, images, resnet, vectors
+from tests.support.models import ADAMW, CLASSES, SGD, Pieces, Task, convnet, images, vectors
 
 LENGTH = 5  # batches of an epoch of 18 samples in fours
 
@@ -146,7 +146,7 @@ def test_channels_last(in_flight: int) -> None:
             x, y = batch
             return super().compute((x.to(memory_format=torch.channels_last), y))
 
-    task, loader = ChannelsLast(resnet().net, SGD), images(18, 4)
+    task, loader = ChannelsLast(convnet().net, SGD), images(18, 4)
     for parameter in task.parameters():
         if parameter.ndim == 4:
             parameter.data = parameter.data.to(memory_format=torch.channels_last)

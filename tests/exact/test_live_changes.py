@@ -23,7 +23,7 @@ from tests.support.models import ADAMW, CLASSES, Task, vectors
 
 Net = Callable[[], nn.Sequential]
 Callbacks = Callable[[], list[L.Callback]]
-LENGTH = 5  # batches of an epoch of 18 samples in fours
+LENGTH = 5  # batches of an epoch of 20 samples in fours
 
 
 class Scaled(nn.Module):
@@ -53,7 +53,7 @@ def torchs_own() -> nn.Sequential:
 
 def run(net: Net, callbacks: Callbacks, strategy: Any, epochs: int = 2, **settings: Any) -> Record:
     torch.manual_seed(5)
-    return fit(Task(net(), ADAMW), vectors(18, 4), callbacks(), strategy=strategy, max_epochs=epochs, **settings)
+    return fit(Task(net(), ADAMW), vectors(20, 4), callbacks(), strategy=strategy, max_epochs=epochs, **settings)
 
 
 def assert_exact(net: Net, callbacks: Callbacks = list, epochs: int = 2) -> Record:
@@ -143,6 +143,8 @@ class Trainable(Task):
 
 
 def test_a_frozen_batchnorm_that_thaws() -> None:
+    """With batches of two sizes."""
+
     def run(strategy: Any) -> Record:
         torch.manual_seed(5)
         return fit(Trainable(net()), vectors(18, 4), [Unfreezing()], strategy=strategy, max_epochs=2)

@@ -20,6 +20,7 @@ from tests.support.models import (
     SGD,
     Task,
     Through,
+    convnet,
     decay,
     images,
     mlp,
@@ -78,7 +79,7 @@ def test_optimization(options: dict[str, Any], settings: dict[str, Any], recipe:
 @quick("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_batch_norm_while_accumulating_and_clipping(accumulate: int) -> None:
-    task, loader = resnet(ADAMW), images(22, 4)
+    task, loader = convnet(ADAMW), images(22, 4)
     expected = expect(task, loader, 4, accumulate=accumulate, clip_norm=0.5, max_epochs=3)
     settings: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "max_epochs": 3}
     assert_equal(expected, fit(task, loader, strategy=even(9, 3, 4), **settings))
@@ -98,7 +99,7 @@ def test_accumulation_that_changes_with_the_epoch() -> None:
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_precision(precision: Any, dtype: torch.dtype, in_flight: int) -> None:
     # The layers that autocast runs in bfloat16 stand in every stage, and so does one that it keeps in float32.
-    task, loader = transformer(ADAMW), sentences(18, 4)
+    task, loader = transformer(ADAMW), sentences(20, 4)
     reference = transformer(ADAMW)
     reference.load_state_dict(task.state_dict())
     autocast = torch.bfloat16 if precision == "bf16-mixed" else None
@@ -125,7 +126,7 @@ def test_a_model_called_through_forward(in_flight: int) -> None:
 @quick("cuts1", "cuts3")
 @pytest.mark.parametrize("cuts", [(0,), (0, 1), (0, 6), (0, 3, 6), (0, 1, 2, 6)])
 def test_tied_weights(cuts: tuple[int, ...]) -> None:
-    task, loader = tied_language_model(ADAMW), sentences(22, 4)
+    task, loader = tied_language_model(ADAMW), sentences(24, 4)
     expected = expect(task, loader, 3, clip_norm=0.5)
     record = fit(task, loader, strategy=Pinned(cuts, 3), gradient_clip_val=0.5)
     assert_equal(expected, record)
@@ -159,7 +160,7 @@ def test_one_batch_per_epoch() -> None:
 
 
 def test_the_default_partition() -> None:
-    task, loader = resnet(), images(18, 4)
+    task, loader = resnet(), images(20, 4)
     expected = expect(task, loader, 3)
     assert_equal(expected, fit(task, loader, strategy=stashing(stages=2, in_flight=3)))
 

@@ -19,7 +19,7 @@ from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Batch, Outputs, Recipe, Run, State
 from tests.support.equality import assert_same, difference
 from tests.support.marks import slow_except
-from tests.support.models import ADAMW, CLASSES, SGD, Task, decay, images, mlp, resnet, sgd, vectors
+from tests.support.models import ADAMW, CLASSES, SGD, Task, convnet, decay, images, mlp, sgd, vectors
 
 NM = slow_except([1, 4], 4)
 
@@ -78,7 +78,7 @@ class Witness(L.Callback):
 
 @pytest.mark.parametrize("in_flight", NM)
 def test_hooks_see_their_own_step(in_flight: int) -> None:
-    task, loader = resnet(ADAMW), images(18, 4)
+    task, loader = convnet(ADAMW), images(18, 4)
     expected = expect(task, loader, in_flight)
     witness = Witness(expected)
     fit(task, loader, [witness], strategy=even(9, 3, in_flight))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from lightning_hetpipe.run import preemption
 from tests.exact.pipelines import even
 from tests.exact.running import after, assert_equal, expect
 from tests.exact.test_resume import LENGTH, RECIPE, loader, resume, save
+from tests.oracle import Recipe
 from tests.support.equality import assert_same
 from tests.support.marks import quick
-from tests.support.models import Task, resnet
+from tests.support.models import Task, convnet, resnet
 from tests.support.trainers import quiet_trainer
 
 
@@ -51,17 +52,24 @@ class Told(L.Callback):
                 os.kill(os.getpid(), each)
 
 
-def model() -> Task:
+def model(make: Callable[[Recipe], Task] = convnet) -> Task:
     torch.manual_seed(0)
-    return resnet(RECIPE)
+    return make(RECIPE)
 
 
-def told(folder: Path, told: L.Callback, in_flight: int = 4, val_loader: Any = None, **settings: Any) -> L.Trainer:
+def told(
+    folder: Path,
+    told: L.Callback,
+    in_flight: int = 4,
+    val_loader: Any = None,
+    make: Callable[[Recipe], Task] = convnet,
+    **settings: Any,
+) -> L.Trainer:
     """Fits until it is told to end, which is how it ends."""
     defaults: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 2, "default_root_dir": str(folder)}
     trainer = quiet_trainer(even(9, 3, in_flight), **{**defaults, "callbacks": [told], **settings})
     with pytest.raises(SystemExit) as ended:
-        trainer.fit(model(), loader(), val_loader)
+        trainer.fit(model(make), loader(), val_loader)
     assert ended.value.code == 143
     assert trainer.received_sigterm
     return trainer
@@ -80,11 +88,12 @@ def test_it_is_saved_after_the_step_and_resumed_as_the_oracle_is(
     tmp_path: Path, in_flight: int, p: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the first step, within an epoch, at its end, and at the end of the training. Counters are a plain run's."""
-    trainer = told(tmp_path / "ours", Told(p), in_flight)
+    make = resnet if p == LENGTH else convnet  # which has a graph, and has none
+    trainer = told(tmp_path / "ours", Told(p), in_flight, make=make)
     file = saved_in(tmp_path / "ours")
     assert trainer.global_step == p
     assert f"saved in {file}; to resume" in capsys.readouterr().err
-    task = model()
+    task = model(make)
     batches, done = list(loader()), p % LENGTH
     epochs = [batches, batches, batches]
     epochs[p // LENGTH] = batches[:done] + batches[: LENGTH - done]
@@ -92,7 +101,7 @@ def test_it_is_saved_after_the_step_and_resumed_as_the_oracle_is(
     saved, state = torch.load(file, weights_only=False), expected.states[p]
     assert_same({**state.weights, **state.buffers}, dict(saved["state_dict"]))
     assert_same(state.optimizer, saved["optimizer_states"][0])
-    assert_equal(after(expected, p), resume(file, even(9, 2, in_flight)))
+    assert_equal(after(expected, p), resume(file, even(9, 2, in_flight), task=make(RECIPE)))
 
 
 @pytest.mark.parametrize("p", [2, 5])
@@ -112,7 +121,7 @@ def test_a_validation_is_finished_first(tmp_path: Path, p: int) -> None:
     trainer = quiet_trainer(
         even(9, 3, 3), callbacks=[Counts()], val_check_interval=p, max_epochs=1, default_root_dir=str(tmp_path)
     )
-    trainer.fit(resnet(RECIPE), loader(), loader(), ckpt_path=str(file))
+    trainer.fit(convnet(RECIPE), loader(), loader(), ckpt_path=str(file))
     rest = [4] * LENGTH if p == 2 else []
     assert seen == [p] * LENGTH + rest
 
@@ -158,7 +167,7 @@ def test_one_that_needs_longer_than_its_grace_says_so(tmp_path: Path, capsys: py
         strategy, callbacks=[Told(3)], enable_checkpointing=True, max_epochs=2, default_root_dir=str(tmp_path)
     )
     with pytest.raises(SystemExit):
-        trainer.fit(resnet(RECIPE), loader())
+        trainer.fit(convnet(RECIPE), loader())
     assert "more than the grace=1e-09 s that it has" in capsys.readouterr().err
     assert saved_in(tmp_path)
 
@@ -187,7 +196,7 @@ def test_a_job_of_slurms_resumes_by_itself(
             starts.append(trainer.global_step)
 
     again.callbacks.append(Starts())  # type: ignore[attr-defined]
-    again.fit(resnet(RECIPE), loader())
+    again.fit(convnet(RECIPE), loader())
     assert (starts, again.global_step) == ([3], LENGTH)
 
 

@@ -44,7 +44,7 @@ def test_sequentials(model: str, stages: int, in_flight: int) -> None:
     make_task, make_loader = MODELS[model]
     task = make_task(ADAMW)
     layers = len(list(task.net.children()))
-    check(task, make_loader(20, 3), even(layers, stages, in_flight, recompute=True), in_flight, stages=stages)
+    check(task, make_loader(21, 3), even(layers, stages, in_flight, recompute=True), in_flight, stages=stages)
 
 
 @pytest.mark.parametrize(

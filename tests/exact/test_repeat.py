@@ -22,7 +22,7 @@ from tests.support.models import ADAMW, CLASSES, MODELS, Pieces, Task, vectors
 @pytest.mark.parametrize("model", MODELS)
 def test_delays_change_nothing(model: str, seed: int) -> None:
     make_task, make_loader = MODELS[model]
-    task, loader = make_task(ADAMW), make_loader(20, 3)
+    task, loader = make_task(ADAMW), make_loader(21, 3)
     expected = expect(task, loader, 4)
     strategy = even(len(list(task.net.children())), 3, 4)
     strategy._before_pass = delays = Delays(seed)

@@ -239,7 +239,7 @@ def trained(made: Callable[[], L.LightningModule], strategy: Any) -> Any:
     vars(count_in_a_function).clear()
     torch.manual_seed(3)
     task = made()
-    quiet_trainer(strategy=strategy, max_epochs=2).fit(task, vectors(24, 4))
+    quiet_trainer(strategy=strategy, max_epochs=2).fit(task, vectors(16, 4))
     return task
 
 
@@ -444,7 +444,7 @@ class Parent(Net):
 
 def test_what_a_weak_reference_leads_to() -> None:
     found = [trained_and_asked(lambda: Task(Parent()), strategy)[0].net.calls for strategy in ("auto", synchronous())]
-    assert found == [15, 15]
+    assert found == [11, 11]
 
 
 def test_what_minibatches_in_flight_would_share_is_refused() -> None:

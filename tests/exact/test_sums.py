@@ -73,8 +73,8 @@ class Programmed(Learner):
         return {"loss": y.square().mean(), "y": y.detach()}
 
 
-def check(task: Learner, in_flight: int, cuts: Sequence[int] = (0,)) -> None:
-    loader = vectors(18, 4)
+def check(task: Learner, in_flight: int, cuts: Sequence[int] = (0,), samples: int = 20) -> None:
+    loader = vectors(samples, 4)
     expected = expect(task, loader, in_flight, max_epochs=1, stages=len(cuts))
     assert_equal(expected, fit(task, loader, strategy=Pinned(cuts, in_flight), max_epochs=1))
 
@@ -286,7 +286,7 @@ def test_an_input_that_is_made_of_another_one() -> None:
     def step(task: Programmed, h: Tensor) -> Any:
         return task.pieces[0](h.cos(), h)[0]
 
-    strategy, loader = Pinned((0, 1), 3), vectors(18, 4)
+    strategy, loader = Pinned((0, 1), 3), vectors(20, 4)
     task = made(step, lambda: Joined(2))
     assert_equal(expect(task, loader, 3, max_epochs=1), fit(task, loader, strategy=strategy, max_epochs=1))
     assert not strategy.last_run.taken_apart
@@ -329,7 +329,7 @@ def check_program(seed: int) -> None:
     task = made(program(seed), *pieces, seed=seed)
     fewest = 2 * len(pieces)  # layers: each piece has at least as many
     cuts = (0, *sorted(chance.sample(range(1, fewest), chance.randint(0, min(3, fewest - 1)))))
-    check(task, chance.choice([1, 2, 4]), cuts)
+    check(task, chance.choice([1, 2, 4]), cuts, samples=18)
 
 
 @quick("0", "2")

@@ -38,7 +38,7 @@ class Watches(L.Callback):
 
 
 def test_against_the_plain_trainer() -> None:
-    loader = vectors(22, 4)
+    loader = vectors(24, 4)
     plain, ours = made(), made()
     fit(plain, loader)
     record = fit(ours, loader, strategy=Pinned([0, 7], 1))

@@ -24,15 +24,15 @@ from tests.support.accelerator import TestAccelerator
 from tests.support.marks import slow_except
 from tests.support.models import (
     ADAMW,
+    WORDS,
     Task,
     Through,
+    convnet,
     decay,
     images,
     mlp,
     recurring,
-    resnet,
     sentences,
-    tied_language_model,
     transformer,
     vectors,
 )
@@ -62,9 +62,9 @@ def test_against_the_oracle(policy: str, in_flight: int, every: int) -> None:
 
 Make = tuple[Callable[[Recipe], Task], Callable[[int, int], DataLoader[Any]]]
 MODELS: dict[str, Make] = {
-    "batch norm": (resnet, images),
+    "batch norm": (convnet, images),
     "dropout": (transformer, sentences),
-    "tied": (tied_language_model, sentences),
+    "tied": (lambda recipe: _tied(recipe), sentences),
     "recurring": (recurring, vectors),
     "frozen": (lambda recipe: _frozen(mlp(recipe)), vectors),
     "through": (lambda recipe: mlp(recipe, Through), vectors),
@@ -80,6 +80,12 @@ QUICK = [("sync", "batch norm", "plain"), ("2bw", "tied", "clip"), ("spectrain",
 QUICK += [("pipeoptim", "frozen", "clip"), ("xpipe", "dropout", "bf16"), ("xpipe", "tied", "plain")]
 
 
+def _tied(recipe: Recipe) -> Task:
+    embedding, head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS, bias=False)
+    head.weight = embedding.weight
+    return Task(nn.Sequential(embedding, nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), head), recipe)
+
+
 def _frozen(task: Task) -> Task:
     task.net[2].requires_grad_(False)
     return task
@@ -88,7 +94,8 @@ def _frozen(task: Task) -> Task:
 @pytest.mark.parametrize(("policy", "model", "option"), slow_except(ALL, *QUICK))
 def test_models_and_options(policy: str, model: str, option: str) -> None:
     make, data = MODELS[model]
-    task, loader = make(RECIPES.get(policy, MOMENTUM)), data(30, 4)
+    # One without dropout runs without a graph, of which a smaller last batch would have another.
+    task, loader = make(RECIPES.get(policy, MOMENTUM)), data(32 if model == "dropout" else 30, 4)
     options, settings = OPTIONS[option]
     every = 3 if policy in ("sync", "2bw") else 1
     expected = expect(task, loader, 3, accumulate=every, weights=policy, **options)
@@ -150,7 +157,7 @@ def test_two_buffers_with_one_in_flight_equal_plain_training() -> None:
     ],
 )
 def test_versions_take_no_more_memory_than_the_policy_says(policy: str, every: int, buffers: int) -> None:
-    task, loader = mlp(MOMENTUM), vectors(44, 4)
+    task, loader = mlp(MOMENTUM), vectors(28, 4)
     strategy = even(7, 2, 4, weights=policy)
     fit(task, loader, strategy=strategy, accumulate_grad_batches=every)
     weights = sum(parameter.nbytes for parameter in task.parameters())
@@ -160,7 +167,7 @@ def test_versions_take_no_more_memory_than_the_policy_says(policy: str, every: i
 @pytest.mark.parametrize(("policy", "every"), [("stash", 1), ("spectrain", 1), ("xpipe", 2), ("pipeoptim", 1)])
 def test_rates_that_begin_lower(policy: str, every: int) -> None:
     """Seen by steps and predictions alone: the scheduler multiplies the user's rate."""
-    task, loader = mlp(RECIPES.get(policy, MOMENTUM)), vectors(44, 4)
+    task, loader = mlp(RECIPES.get(policy, MOMENTUM)), vectors(28, 4)
     expected = expect(task, loader, 4, accumulate=every, weights=policy, lr_correction=7)
     strategy = even(7, 2, 4, weights=policy, lr_correction=7)
     assert_equal(expected, fit(task, loader, strategy=strategy, accumulate_grad_batches=every))

@@ -31,10 +31,10 @@ from tests.support.models import (
     Learner,
     Pieces,
     Task,
+    convnet,
     decay,
     images,
     mlp,
-    resnet,
     sentences,
     sgd,
     transformer,
@@ -107,7 +107,7 @@ CASES = {
     "simple": Case(mlp, vectors(26, 4), (0, 2, 4), {}, {}),
     "transformer": Case(lambda: transformer(ADAMW, dropout=0), sentences(18, 4), (0, 3, 6), {}, {}),
     "pieces": Case(Pieces, vectors(26, 4), (0, 3, 6), {}, {}),
-    "schedule": Case(lambda: resnet(Recipe(sgd, decay)), images(26, 4), (0, 3, 6), {}, {}),
+    "schedule": Case(lambda: convnet(Recipe(sgd, decay)), images(26, 4), (0, 3, 6), {}, {}),
     "overflow": Case(partial(spiky, ADAMW), NUMBERED, (0, 2, 4), {}, {}),
     "accumulate": Case(spiky, NUMBERED, (0, 2, 4), {"accumulate": 2}, {"accumulate_grad_batches": 2}),
     "clip": Case(
@@ -308,8 +308,8 @@ def test_one_in_flight_is_the_plain_trainers(name: str, precision: Any) -> None:
 def test_half_precision_throughout(in_flight: int) -> None:
     task, reference = transformer(), transformer()
     reference.load_state_dict(task.state_dict())
-    expected = expect(reference.half(), sentences(18, 4), in_flight)
-    assert_equal(expected, fit(task, sentences(18, 4), strategy=even(8, 3, in_flight), precision="16-true"))
+    expected = expect(reference.half(), sentences(20, 4), in_flight)
+    assert_equal(expected, fit(task, sentences(20, 4), strategy=even(8, 3, in_flight), precision="16-true"))
 
 
 class Configured(Task):

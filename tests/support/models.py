@@ -195,6 +195,24 @@ def resnet(recipe: Recipe = SGD) -> Task:
     )
 
 
+def convnet(recipe: Recipe = SGD) -> Task:
+    """Nine layers of torch's own with BatchNorm, on images of 8 x 8, which run without a graph."""
+    return Task(
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 8, 3, stride=2, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, CLASSES),
+        ),
+        recipe,
+    )
+
+
 def transformer(recipe: Recipe = SGD, dropout: float = 0.2) -> Task:
     """Two blocks with dropout, on sequences of eight words."""
     layers = [Words(8), nn.Dropout(dropout), *block(8, dropout), *block(8, dropout)]
