@@ -82,7 +82,7 @@ class Translates(Evaluated):
 class ResNet(nn.Module):
     """Activations weigh most at its beginning, weights at its end."""
 
-    def __init__(self, widths: Sequence[int] = (16, 16, 16, 24, 24, 32, 32)) -> None:
+    def __init__(self, widths: Sequence[int] = (16, 16, 24, 24, 32)) -> None:
         super().__init__()
         self.first = nn.Conv2d(1, widths[0], 3, padding=1)
         self.blocks = nn.ModuleList([Bottleneck(one, other) for one, other in pairwise(widths)])
@@ -94,6 +94,14 @@ class ResNet(nn.Module):
             x = block(x)
         y: Tensor = self.last(x.mean((-2, -1)))
         return y
+
+
+def in_a_row(blocks: int, width: int) -> nn.Sequential:
+    """A language model of torch's own layers, which needs no capture: three of them for each block."""
+    layers = [
+        layer for _ in range(blocks) for layer in (nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+    ]
+    return nn.Sequential(nn.Embedding(WORDS, width), *layers, nn.LayerNorm(width), nn.Linear(width, WORDS))
 
 
 def gpt() -> tuple[Learner, DataLoader[Any]]:

@@ -24,7 +24,7 @@ from tests.oracle import Batch, Outputs, State
 from tests.support.accelerator import NAME, TestAccelerator
 from tests.support.calling_models import Checkpoints
 from tests.support.equality import assert_same
-from tests.support.models import ADAMW, CLASSES, Learner, vectors
+from tests.support.models import ADAMW, CLASSES, Learner, vectors, whole_batches
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
@@ -108,9 +108,9 @@ def test_user_code_over_layers(use: str, accelerator: TestAccelerator) -> None:
 
 
 def test_user_code_around_pieces(accelerator: TestAccelerator) -> None:
-    for task in (Recomputes(), Scaled(product)):
-        check(task, vectors(18, 4), accelerator, 2, 3)
-    check(made(Checkpoints), words(), accelerator, 2, 3)
+    for task, loader in ((Recomputes(), vectors(18, 4)), (Scaled(product), vectors(20, 4))):
+        check(task, loader, accelerator, 2, 3)
+    check(made(Checkpoints), whole_batches(words()), accelerator, 2, 3)
 
 
 def check(task: Learner, loader: DataLoader[Any], accelerator: TestAccelerator, stages: int, in_flight: int) -> None:

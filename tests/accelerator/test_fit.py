@@ -19,7 +19,7 @@ from tests.exact.test_devices import Evaluates
 from tests.exact.test_sums import Programmed, Several
 from tests.support.accelerator import TestAccelerator
 from tests.support.marks import slow_except
-from tests.support.models import vectors
+from tests.support.models import vectors, whole_batches
 from tests.support.trainers import quiet_trainer
 
 NAMES = ["resnet", "gpt", "dropout", "translator", "pieces"]
@@ -29,6 +29,8 @@ GRID = [(name, in_flight) for name in NAMES for in_flight in (1, 2, 4)]
 @pytest.mark.parametrize(("name", "in_flight"), slow_except(GRID, *[(name, 4) for name in NAMES], ("gpt", 1)))
 def test_four_devices(accelerator: TestAccelerator, name: str, in_flight: int) -> None:
     _, loader, layers = CASES[name]
+    if name != "resnet":
+        loader = whole_batches(loader)
     strategy = even(layers, 4, in_flight)
     record = fit(made(name), loader, strategy=strategy, accelerator=accelerator, devices=4)
     assert_equal(expect(made(name), loader, in_flight), record)
@@ -42,7 +44,7 @@ def test_gradients_are_added_in_order_across_devices(accelerator: TestAccelerato
         slope: Any = torch.autograd.grad((h.sin() * h).sum(), h, create_graph=True)  # torch has no types here
         return y * h + slope[0].square()
 
-    task, loader = Programmed(step, Several(2)), vectors(18, 4)
+    task, loader = Programmed(step, Several(2)), vectors(20, 4)
     expected = expect(copy.deepcopy(task), loader, 3)
     assert_equal(expected, fit(task, loader, strategy=Pinned((0, 1), 3), accelerator=accelerator, devices=2))
 
@@ -60,6 +62,7 @@ def test_a_run_is_validated_saved_and_resumed(
     accelerator: TestAccelerator, tmp_path: Path, name: str, in_flight: int
 ) -> None:
     _, loader, layers = CASES[name]
+    loader = whole_batches(loader)
     length = len(loader)
     task, fresh = Evaluates(made(name)), Evaluates(made(name))
     expected = expect(task, loader, in_flight, max_epochs=3, restarts={2 * length})

@@ -23,7 +23,7 @@ from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.accelerator.four_devices import DEVICES, LARGE, MARGIN, SHARE, cluster, limit, peaks, trainer_on
-from tests.accelerator.large_models import Evaluated, Writes, times_by_weights
+from tests.accelerator.large_models import Evaluated, Writes, in_a_row, times_by_weights
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, Recipe, State
 from tests.support.accelerator import TestAccelerator
@@ -172,15 +172,20 @@ def test_a_spread_run_takes_what_its_plan_says(accelerator: TestAccelerator) -> 
     check(choice.stages)
 
 
+def between(module: L.LightningModule) -> list[nn.Module]:
+    """The layers between the first and the last ones."""
+    return [*module.get_submodule("model").children()][1:-2]
+
+
 class Unfreezes(BaseFinetuning):
     """Trains all weights from the second epoch on."""
 
     def freeze_before_training(self, pl_module: L.LightningModule) -> None:
-        self.freeze(pl_module.get_submodule("model.blocks"))
+        self.freeze(between(pl_module))
 
     def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.get_submodule("model.blocks"), optimizer)
+            self.unfreeze_and_add_param_group(between(pl_module), optimizer)
 
 
 @quick("3")
@@ -190,7 +195,7 @@ def test_weights_that_are_trained_later_have_room_from_the_start(
 ) -> None:
     """A callback of Lightning's says that some will be, but not which."""
     torch.manual_seed(7)
-    task = Writes(GPT(blocks=4, width=96), Recipe(trained_ones))
+    task = Writes(in_a_row(blocks=4, width=96), Recipe(trained_ones))
     limit(*LARGE)
     strategy = stashing(stages=4, in_flight=in_flight, cluster=cluster(*LARGE))
     trainer_on(accelerator, strategy, max_epochs=2, callbacks=[Unfreezes()]).fit(task, words(20, 2))

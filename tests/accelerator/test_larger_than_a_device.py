@@ -41,6 +41,7 @@ from tests.accelerator.large_models import (
     check_pipeline,
     deep_resnet,
     gpt,
+    in_a_row,
     resnet,
     times_by_weights,
     translator,
@@ -84,7 +85,7 @@ def test_no_device_has_more_than_its_plan_says(
 
     def small() -> Learner:
         torch.manual_seed(7)
-        return Writes(GPT(blocks=4, width=96), ADAMW)
+        return Writes(in_a_row(blocks=4, width=96), ADAMW)
 
     loader, in_flight = words(20, 2), 4
     declared = cluster(*LARGE)
@@ -110,7 +111,7 @@ def test_two_buffers_fit_where_stashing_does_not(
 
     def small() -> Learner:
         torch.manual_seed(7)
-        return Writes(GPT(blocks=4, width=96), ADAMW)
+        return Writes(in_a_row(blocks=4, width=96), ADAMW)
 
     def strategy(weights: str, memory: Sequence[int]) -> HetPipeStrategy:
         return stashing(stages=4, in_flight=4, weights=weights, cluster=cluster(*memory))
@@ -376,7 +377,7 @@ def test_a_fit_frees_what_an_earlier_one_has_left_in_cycles(
     gc.disable()
     try:
         for _ in range(2):
-            task, loader = Sees(ResNet(), SGD), images(20, 4)
+            task, loader = Sees(ResNet(blocks=1), SGD), images(20, 4)
             trainer_on(accelerator, stashing(stages=4, in_flight=2)).fit(task, loader)
     finally:
         gc.enable()
@@ -385,7 +386,7 @@ def test_a_fit_frees_what_an_earlier_one_has_left_in_cycles(
 
 def test_nothing_of_a_module_stays_on_devices_after_a_fit(accelerator: TestAccelerator) -> None:
     """Gradients of linear layers are views; what they are views of must go where they go."""
-    task, loader = Writes(GPT(), ADAMW), words(20, 4)
+    task, loader = Writes(GPT(blocks=1), ADAMW), words(20, 4)
     trainer = trainer_on(accelerator, stashing(stages=4, in_flight=2))
     trainer.fit(task, loader)
     gc.collect()

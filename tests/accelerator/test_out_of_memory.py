@@ -20,10 +20,9 @@ from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.accelerator.four_devices import DEVICES, LARGE, cluster, trainer_on
-from tests.accelerator.large_models import Writes
+from tests.accelerator.large_models import Writes, in_a_row
 from tests.oracle import Batch, Outputs
 from tests.support.accelerator import NAME, TestAccelerator, set_limit
-from tests.support.captured_models import GPT
 from tests.support.models import ADAMW, words
 from tests.support.trainers import quiet_trainer
 
@@ -79,7 +78,7 @@ def note_of(
 ) -> str:
     """The note on the error of a fit that runs out of memory."""
     torch.manual_seed(7)
-    task, loader = kind(GPT(blocks=blocks, width=32), ADAMW), words(24, 4)
+    task, loader = kind(in_a_row(blocks, width=32), ADAMW), words(24, 4)
     trainer = trainer_on(accelerator, strategy, callbacks=[*callbacks], limit_val_batches=4)
     with pytest.raises(torch.OutOfMemoryError, match=r"testacc:. out of memory") as caught:
         trainer.fit(task, loader, loader)
@@ -140,7 +139,7 @@ def test_a_spread_run(accelerator: TestAccelerator) -> None:
 
 def test_a_spread_run_with_a_plan(accelerator: TestAccelerator) -> None:
     torch.manual_seed(7)
-    task, loader = Writes(GPT(blocks=2, width=32), ADAMW), words(24, 4)
+    task, loader = Writes(in_a_row(2, width=32), ADAMW), words(24, 4)
     profile, _, _ = profiled(quiet_trainer(ProfilingStrategy()), task, train_dataloaders=loader)
     choice = best_plan(PlanningProblem(profile, cluster(*LARGE), optimizer="adamw", stages=DEVICES, spread=True), 1)
     plan = Plan.of(choice, profile.model, [layer.name for layer in profile.layers], cluster(*LARGE))

@@ -95,7 +95,7 @@ def profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Profile]:
 
 
 def test_a_fit_divides_the_layer_that_no_cut_balances(profiles: list[Profile]) -> None:
-    loader = colours(14, 4)
+    loader = colours(12, 4)
     strategy = HetPipeStrategy(cluster=BOX, split="auto", in_flight=1, weights="stash")
     together = fit(image_task(), loader, strategy=strategy, precision="64-true")
     unsplit = Pinned((0, 2), 1)  # a pipeline, too, whose dropouts draw from the minibatch's generators
@@ -130,7 +130,7 @@ def copied() -> DataLoader[Any]:
     ("make", "load", "layers"),
     [
         (Copies, copied, ["net.q"]),  # without the attention, whose heads it is divided by
-        (words_task, lambda: sentences(10, 4), ["net.head"]),
+        (words_task, lambda: sentences(12, 4), ["net.head"]),
     ],
 )
 def test_a_divided_layer_in_a_stage_of_its_own(

@@ -68,8 +68,9 @@ def test_attention_is_bit_identical_to_plain_loops(shares: Sequence[float]) -> N
     task = Sentences()
     loops = copy.deepcopy(task)
     as_loops(loops.block, BlockLoops, [apportioned(4, shares), apportioned(32, shares)])
-    record = fit(task, sentences(10, 4), strategy=Pinned([0], 2, module="block", split={0: shares}))
-    assert_equal(expect(loops, sentences(10, 4), 2), record)
+    loader = sentences(10 if shares == SHARES else 12, 4)
+    record = fit(task, loader, strategy=Pinned([0], 2, module="block", split={0: shares}))
+    assert_equal(expect(loops, loader, 2), record)
 
 
 def words_task() -> Task:
@@ -77,9 +78,9 @@ def words_task() -> Task:
     return Task(Language(dropouts=[0.2]))  # type: ignore[arg-type]  # any module does
 
 
-TASKS: dict[str, tuple[Callable[[], Task], Callable[[], DataLoader[Any]]]] = {
-    "images": (image_task, lambda: colours(14, 4)),
-    "words": (words_task, lambda: sentences(14, 4)),
+TASKS: dict[str, tuple[Callable[[], Task], Callable[[int, int], DataLoader[Any]]]] = {
+    "images": (image_task, colours),
+    "words": (words_task, sentences),
 }
 SPLITS = [{0: (2, 1)}, {1: (1, 0, 2)}, {0: (1, 3), 1: (2, 1, 1)}]
 
@@ -91,7 +92,7 @@ def test_as_the_unsplit_run_up_to_rounding(name: str) -> None:
 
     def run(**split: Any) -> Record:
         settings: Any = {"precision": "64-true", "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
-        return fit(_doubled(make()), _double(load()), strategy=Pinned([0, 2], 3, **split), **settings)
+        return fit(_doubled(make()), _double(load(16, 4)), strategy=Pinned([0, 2], 3, **split), **settings)
 
     unsplit = run()
     for split in SPLITS:
@@ -131,7 +132,7 @@ def test_with_other_settings(settings: dict[str, Any]) -> None:
     unsplit, divided = (
         fit(
             _doubled(image_task()),
-            _double(colours(14, 4)),
+            _double(colours(16, 4)),
             strategy=Pinned([0, 4], 3, **settings, **split),
             precision="64-true",
             accumulate_grad_batches=every,
@@ -145,8 +146,8 @@ def test_a_checkpoint_is_unsplit_and_resumes_with_any_split(tmp_path: Path) -> N
     task = _doubled(image_task())
     shapes = {name: each.shape for name, each in task.state_dict().items()}
     settings: Any = {"precision": "64-true"}
-    whole = fit(_doubled(image_task()), _double(colours(14, 4)), strategy=Pinned([0, 4], 2), max_epochs=3, **settings)
-    saved = fit(task, _double(colours(14, 4)), strategy=Pinned([0, 4], 2, split={0: (2, 1)}), max_epochs=1, **settings)
+    whole = fit(_doubled(image_task()), _double(colours(16, 4)), strategy=Pinned([0, 4], 2), max_epochs=3, **settings)
+    saved = fit(task, _double(colours(16, 4)), strategy=Pinned([0, 4], 2, split={0: (2, 1)}), max_epochs=1, **settings)
     assert saved.trainer is not None
     saved.trainer.save_checkpoint(tmp_path / "one.ckpt")
     state = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
@@ -154,7 +155,7 @@ def test_a_checkpoint_is_unsplit_and_resumes_with_any_split(tmp_path: Path) -> N
     resumed = [
         fit(
             _doubled(image_task()),
-            _double(colours(14, 4)),
+            _double(colours(16, 4)),
             strategy=Pinned([0, 4], 2, **split),
             max_epochs=3,
             ckpt_path=str(tmp_path / "one.ckpt"),
@@ -170,7 +171,7 @@ def test_an_evaluation_is_of_the_unsplit_weights() -> None:
     """BatchNorm's statistics are those that all members have left."""
     losses = []
     for split in ({}, {"split": {0: (2, 1)}}):
-        task, loader = _doubled(image_task()), _double(colours(14, 4))
+        task, loader = _doubled(image_task()), _double(colours(16, 4))
         trainer = quiet_trainer(Pinned([0, 4], 2, **split), precision="64-true", max_epochs=2)
         trainer.fit(task, loader, loader)
         losses.append(float(trainer.callback_metrics["val_loss"]))
@@ -184,14 +185,14 @@ def test_members_have_threads_that_end() -> None:
         def on_train_batch_end(self, *args: Any) -> None:
             seen.update(thread.name for thread in threading.enumerate())
 
-    fit(image_task(), colours(14, 4), [Looks()], strategy=Pinned([0, 4], 2, split={1: (1, 1, 1)}))
+    fit(image_task(), colours(16, 4), [Looks()], strategy=Pinned([0, 4], 2, split={1: (1, 1, 1)}))
     assert {"hetpipe-stage-1-member-1", "hetpipe-stage-1-member-2"} <= seen
     assert not any("member" in thread.name for thread in threading.enumerate())
 
 
 def test_the_report_names_all_devices() -> None:
     strategy = Pinned([0, 4], 2, split={1: (1, 1)})
-    fit(image_task(), colours(14, 4), strategy=strategy)
+    fit(image_task(), colours(16, 4), strategy=strategy)
     assert [stage.device for stage in strategy.last_run.stages] == ["cpu", "cpu + cpu"]
 
 
@@ -215,7 +216,7 @@ def test_several_calls_of_a_divided_piece() -> None:
         torch.manual_seed(5)
         task = CalledTwice().double()
         strategy = Pinned([0, 2], 3, **split)
-        records.append(fit(task, _double(vectors(14, 4)), strategy=strategy, precision="64-true"))
+        records.append(fit(task, _double(vectors(16, 4)), strategy=strategy, precision="64-true"))
     assert_close(records[0].end, records[1].end)
 
 
@@ -224,7 +225,13 @@ def test_under_autocast(name: str) -> None:
     """Members cast as the stage does."""
     make, load = TASKS[name]
     records = [
-        fit(make(), load(), strategy=Pinned([0, 2], 2, **split), precision="bf16-mixed", max_epochs=1)
+        fit(
+            make(),
+            load(14 if name == "images" else 16, 4),
+            strategy=Pinned([0, 2], 2, **split),
+            precision="bf16-mixed",
+            max_epochs=1,
+        )
         for split in ({}, {"split": {0: (2, 1), 1: (1, 1)}})
     ]
     for one, other in zip(*(record.outputs for record in records), strict=True):
@@ -237,7 +244,7 @@ def test_frozen_weights() -> None:
         task = _doubled(image_task())
         task.net[0].requires_grad_(False)
         task.net[8].weight.requires_grad_(False)
-        records.append(fit(task, _double(colours(14, 4)), strategy=Pinned([0, 4], 3, **split), precision="64-true"))
+        records.append(fit(task, _double(colours(16, 4)), strategy=Pinned([0, 4], 3, **split), precision="64-true"))
     assert_close(records[0].end, records[1].end)
 
 
@@ -290,7 +297,7 @@ class WritesInto(nn.Module):
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2)), WritesInto])
 def test_dtypes_under_autocast_are_those_of_the_unsplit_layers(make: Callable[[], nn.Module]) -> None:
     task = Dtypes(make())
-    fit(task, vectors(14, 4), strategy=Pinned([0], 2, split={0: (2, 1)}), precision="bf16-mixed", max_epochs=1)
+    fit(task, vectors(16, 4), strategy=Pinned([0], 2, split={0: (2, 1)}), precision="bf16-mixed", max_epochs=1)
     assert set(task.seen) == {torch.bfloat16}
 
 
@@ -328,5 +335,5 @@ def test_a_buffer_that_changes_while_weights_do_not() -> None:
         task = _doubled(Task(nn.Sequential(Scales(), nn.Tanh(), nn.Linear(8, 5))))
         task.net[0].requires_grad_(False)
         strategy = Pinned([0, 2], 1, **split)
-        records.append(fit(task, _double(vectors(14, 4)), [Doubles()], strategy=strategy, precision="64-true"))
+        records.append(fit(task, _double(vectors(16, 4)), [Doubles()], strategy=strategy, precision="64-true"))
     assert_close(records[0].outputs, records[1].outputs)

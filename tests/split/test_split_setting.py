@@ -35,10 +35,10 @@ def plan(splits: Mapping[str, tuple[int, ...]], **changes: Any) -> Plan:
 
 def test_a_plan_with_a_group_is_followed() -> None:
     """By its counts, or by shares where it has none."""
-    whole = fit(image_task(), colours(14, 4), strategy=Pinned([0, 7], 2))
+    whole = fit(image_task(), colours(16, 4), strategy=Pinned([0, 7], 2))
     for splits in ({}, {"net.4": (5, 7)}, {"net.0": (8, 0), "net.4": (1, 11)}):
         strategy = HetPipeStrategy(plan=plan(splits), weights="stash")
-        record = fit(image_task(), colours(14, 4), strategy=strategy)
+        record = fit(image_task(), colours(16, 4), strategy=strategy)
         assert [stage.device for stage in strategy.last_run.stages] == ["cpu + cpu", "cpu"]
         for one, other in zip(whole.outputs, record.outputs, strict=True):
             torch.testing.assert_close(one["loss"], other["loss"], rtol=1e-4, atol=1e-5)
@@ -61,7 +61,7 @@ def test_a_plan_with_a_group_is_followed() -> None:
 )
 def test_counts_that_fit_no_layer(splits: dict[str, tuple[int, ...]], says: str) -> None:
     with pytest.raises(SettingError, match=says):
-        fit(image_task(), colours(14, 4), strategy=HetPipeStrategy(plan=plan(splits), weights="stash"))
+        fit(image_task(), colours(16, 4), strategy=HetPipeStrategy(plan=plan(splits), weights="stash"))
 
 
 def test_stages_are_as_many_as_are_named() -> None:
@@ -84,14 +84,14 @@ def test_shares_of_declared_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     strategy = HetPipeStrategy(cluster=BOX, split={0: [2, 1]}, in_flight=2, weights="stash")
     assert strategy.stages == 1
-    found = fit(image_task(), colours(14, 4), strategy=strategy)
-    whole = fit(image_task(), colours(14, 4), strategy=Pinned([0], 2))
+    found = fit(image_task(), colours(16, 4), strategy=strategy)
+    whole = fit(image_task(), colours(16, 4), strategy=Pinned([0], 2))
     (stage,) = strategy.last_run.stages
     assert (stage.device, strategy.last_run.emulated) == ("cpu + cpu", True)
     for one, other in zip(whole.outputs, found.outputs, strict=True):
         torch.testing.assert_close(one["loss"], other["loss"], rtol=1e-4, atol=1e-5)
     strategy = HetPipeStrategy(cluster=BOX, split={1: [2, 1]}, in_flight=2, weights="stash")
-    found = fit(image_task(), colours(14, 4), strategy=strategy)
+    found = fit(image_task(), colours(16, 4), strategy=strategy)
     assert [stage.device for stage in strategy.last_run.stages] == ["gpu:0 (emulated)", "cpu + cpu"]
 
 
@@ -108,7 +108,7 @@ def test_shares_of_declared_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 )
 def test_shares_that_declared_devices_cannot_have(cluster: Cluster, split: Any, says: str) -> None:
     with pytest.raises(SettingError, match=says):
-        fit(image_task(), colours(14, 4), strategy=HetPipeStrategy(cluster=cluster, split=split, in_flight=2))
+        fit(image_task(), colours(16, 4), strategy=HetPipeStrategy(cluster=cluster, split=split, in_flight=2))
 
 
 def test_shares_for_which_a_declared_device_is_too_small() -> None:
@@ -120,7 +120,7 @@ def test_shares_for_which_a_declared_device_is_too_small() -> None:
 
 def test_a_stage_that_there_is_not() -> None:
     with pytest.raises(SettingError, match="split has shares for stage 2, and there are 2 stages"):
-        fit(image_task(), colours(14, 4), strategy=Pinned([0, 4], 2, split={2: [1, 1]}))
+        fit(image_task(), colours(16, 4), strategy=Pinned([0, 4], 2, split={2: [1, 1]}))
 
 
 def test_a_stage_without_anything_to_divide() -> None:
@@ -141,7 +141,7 @@ def test_an_emulated_group_takes_the_time_that_is_planned(monkeypatch: pytest.Mo
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     cluster = Cluster([Node("box", [Device("cpu", speed=4.0), Device("cpu", speed=2.0), Device("cpu")])])
     strategy = HetPipeStrategy(plan=plan({}, time_s=0.005), cluster=cluster, weights="stash")
-    fit(image_task(), colours(14, 4), strategy=strategy, max_epochs=1)
+    fit(image_task(), colours(16, 4), strategy=strategy, max_epochs=1)
     grouped, alone = (strategy._devices.emulation.pad(stage) for stage in (0, 1))
     assert grouped is not None
     assert alone is not None

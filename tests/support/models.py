@@ -262,6 +262,11 @@ def sentences(samples: int, batch_size: int, seed: int = 3) -> DataLoader[Any]:
     return DataLoader(TensorDataset(words[:, :-1], words[:, 1:]), batch_size)
 
 
+def whole_batches(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """``loader`` without its last batch, if that is smaller: each other size has a captured model captured again."""
+    return DataLoader(loader.dataset, loader.batch_size, drop_last=True)
+
+
 MODELS: dict[str, tuple[Callable[[Recipe], Task], Callable[[int, int], DataLoader[Any]]]] = {
     "mlp": (mlp, vectors),
     "resnet": (resnet, images),
