@@ -50,7 +50,7 @@ def serving(environment: dict[str, str], *program: str) -> Iterator[Hosts]:
         text=True,
         env={**{name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}, **environment},
         start_new_session=True,
-        loaded="libraries",
+        loaded="host",
         starting=1,
     )
     try:

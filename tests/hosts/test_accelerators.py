@@ -28,7 +28,7 @@ from tests.hosts.test_other_machines import check_two, plan, refused, task
 from tests.support.accelerator import NAME, TestAccelerator, missing, set_limit
 from tests.support.equality import assert_same
 from tests.support.marks import slow_except
-from tests.support.models import SGD, Task, vectors
+from tests.support.models import SGD, Task, vectors, whole_batches
 from tests.support.strategies import stashing
 
 
@@ -95,6 +95,8 @@ def test_models_that_were_captured_on_a_cpu(
 ) -> None:
     """As a stage of another machine is."""
     _, loader, layers = CASES[name]
+    if name == "gpt":
+        loader = whole_batches(loader)
     expected = expect(made(name), loader, 3, draws=name == "noise between")
     on_second = {stage: [(1, "test accelerator")] for stage in range(2)}
     strategy = away(even(layers, min(3, layers), 3), accelerators=on_second)

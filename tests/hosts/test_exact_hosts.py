@@ -16,7 +16,7 @@ from tests.hosts.test_other_machines import task as plain
 from tests.oracle import Batch, Outputs
 from tests.support.equality import assert_same
 from tests.support.marks import slow_except
-from tests.support.models import CLASSES, Task, vectors
+from tests.support.models import CLASSES, Task, vectors, whole_batches
 from tests.support.trainers import quiet_trainer
 
 ROWS = [(name, in_flight, stages) for name in CASES for in_flight, stages in ((2, 2), (3, 3), (4, 4))]
@@ -40,6 +40,8 @@ def test_models(
     if not joined:
         monkeypatch.setattr(StagesApart, "join", lambda *_: None)
     _, loader, layers = CASES[name]
+    if name != "translator":
+        loader = whole_batches(loader)
     expected = expect(made(name), loader, in_flight, draws=name == "noise between")
     strategy = elsewhere(layers, min(stages, layers), in_flight)
     assert_equal(expected, fit(made(name), loader, strategy=strategy))
@@ -49,6 +51,8 @@ def test_models(
 @pytest.mark.parametrize("name", slow_except([(name,) for name in CASES], ("unet",)))
 def test_in_processes(name: str, hosts: Hosts) -> None:
     _, loader, layers = CASES[name]
+    if name == "unet":
+        loader = whole_batches(loader)
     expected = expect(made(name), loader, 2, draws=name == "noise between")
     assert_equal(expected, fit(made(name), loader, strategy=elsewhere(layers, 2, 2, hosts.address)))
 

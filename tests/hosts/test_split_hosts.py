@@ -13,10 +13,10 @@ from tests.hosts.host_threads import HostThread
 from tests.split.test_fits import TASKS, colours, image_task
 
 
-def check_same(task: Any, loader: Any, address: str, **settings: Any) -> None:
+def check_same(task: Any, load: Any, address: str, **settings: Any) -> None:
     """A fit with the first stage at ``address`` is one without hosts."""
     here, there = (Pinned([0, 2], 3, split={0: (2, 1), 1: (1, 1, 2)}, **settings) for _ in range(2))
-    records = [fit(task(), loader(), strategy=each) for each in (here, away(there, address))]
+    records = [fit(task(), load(16, 4), strategy=each) for each in (here, away(there, address))]
     assert_same_run(*records)
 
 
@@ -28,4 +28,4 @@ def test_as_in_threads(name: str, host_threads: list[HostThread]) -> None:
 
 
 def test_in_a_process(hosts: Hosts) -> None:
-    check_same(image_task, lambda: colours(14, 4), hosts.address, recompute=True)
+    check_same(image_task, colours, hosts.address, recompute=True)

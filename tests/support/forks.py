@@ -1,8 +1,9 @@
-"""Python programs in forks of a process that has imported what takes ten seconds to import, but nothing of ours.
+"""Python programs in forks of a process that has imported what takes ten seconds to import.
 
 A fork server is a fork of pytest's own process, made before that has loaded the package: it costs no import at all. A
 program begins as in an interpreter that was just started, with one thread for torch. But pytest is loaded, and modules
-that ``import lightning`` loads. If Lightning itself is loaded, modules that ``torch.export`` loads are loaded as well.
+that ``import lightning`` loads. If Lightning itself is loaded, so are modules that ``torch.export`` loads, and those of
+ours that a strategy loads. So programs run the package that the tests run, whatever else they could find.
 The program's process is a child of the process that asks for it. So signals, exit codes and the ends of parents act as
 with any process.
 """
@@ -43,6 +44,16 @@ LIBRARIES = ("torch", "torch._dynamo", "scipy.signal", "transformers", "matplotl
 CAPTURE = "torch.export._trace"
 """Module of torch that a first ``torch.export`` loads, with hundreds of others."""
 
+OURS = {
+    "host": ["lightning_hetpipe.hosts.stage_host"],
+    "lightning": [
+        "lightning_hetpipe.strategy.virtual_workers",
+        "lightning_hetpipe.strategy.hetpipe_strategy",
+        "tests.exact.running",
+    ],
+}
+"""Modules that load those of ours that a host needs, and a fit; they take half of the time of a short one."""
+
 LONGEST = 1 << 17
 """Bytes of a message with the arguments and the environment of a program."""
 
@@ -69,16 +80,17 @@ _asking = threading.Lock()
 
 
 def serve() -> None:
-    """Start the fork servers, one without and one with Lightning. Where ours is loaded already there are none."""
+    """Start the fork servers: two without and one with Lightning. Where ours is loaded already there are none."""
     if "lightning_hetpipe" in sys.modules:
         return
     for library in LIBRARIES:
         import_module(library)
     if "lightning" not in sys.modules:
         _start("libraries")
+        _start("host", OURS["host"])
     import_module("lightning")
     import_module(CAPTURE)
-    _start("lightning")
+    _start("lightning", OURS["lightning"])
 
 
 def end() -> None:
@@ -102,7 +114,8 @@ class Popen(subprocess.Popen[Any]):
     as under the mutation check, which has loaded Lightning.
 
     Args:
-        loaded: "lightning", or "libraries", which does without Lightning, torchmetrics and lightning_utilities.
+        loaded: "lightning", or "libraries", which does without Lightning, torchmetrics, lightning_utilities and ours,
+            or "host", which does without the former three.
         starting: How many generations of programs that it starts, by ``subprocess.Popen``, are forks as well.
         network: The name of the network namespace that it runs in; by default the starter's namespace.
     """
@@ -226,12 +239,12 @@ def _control(what: int, value: Any) -> None:
     ctypes.CDLL(None).prctl(what, value, 0, 0, 0)
 
 
-def _start(name: str) -> None:
+def _start(name: str, modules: Sequence[str] = ()) -> None:
     _flush()  # else each fork would write what is still to be written
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         try:
-            _serve(theirs)
+            _serve(theirs, modules)
         except BaseException:
             traceback.print_exc(file=sys.__stderr__)
             os._exit(1)
@@ -240,8 +253,8 @@ def _start(name: str) -> None:
     _servers[name] = ours
 
 
-def _serve(requests: socket.socket) -> None:
-    """Fork for each of ``requests``, until nobody is left who could make one."""
+def _serve(requests: socket.socket, modules: Sequence[str]) -> None:
+    """Fork for each of ``requests``, until nobody is left who could make one; ``modules`` are imported at the first."""
     _servers.clear()
     _control(_SET_NAME, NAME.encode())
     interrupt = signal.getsignal(signal.SIGINT)
@@ -258,6 +271,8 @@ def _serve(requests: socket.socket) -> None:
         atexit.register(ending)
     requests = socket.socket(fileno=3)
     while (received := socket.recv_fds(requests, LONGEST, MOST))[0]:
+        for module in modules:
+            import_module(module)
         request, (told, *given), *_ = received
         between = os.fork()
         if between == 0:
