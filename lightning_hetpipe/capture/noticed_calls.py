@@ -66,7 +66,7 @@ _CALLS: dict[CodeType, tuple[str, str]] = {
     _code(LightningModule.log): _OUTPUT,
 }
 """Functions by their code, each with the kind of the call and its description."""
-_NOTICED = frozenset(map(id, _CALLS))  # a code's hash takes as long as a short function
+_BY_ID = {id(code): told for code, told in _CALLS.items()}  # a code's hash takes as long as a short function
 
 _OF_NODES: dict[str, tuple[str, str]] = {
     "register_prehook": (HOOK, "puts a hook on a node of autograd's graph"),
@@ -108,7 +108,7 @@ class NoticedCalls(dict[str, tuple[str, str]]):
             code, names = frame.f_code, frame.f_globals
             if (key := (id(code), id(names))) not in self.functions:
                 self.functions[key] = code, names
-            if id(code) in _NOTICED:
+            if id(code) in _BY_ID:
                 self._check(frame)
         # torch 2.11 traces profilers, and fails at such names
         elif event == "c_call" and not torch.compiler.is_dynamo_compiling() and called.__name__ in _NAMES:
@@ -116,8 +116,8 @@ class NoticedCalls(dict[str, tuple[str, str]]):
 
     def _check(self, frame: FrameType) -> None:
         """Check the function that begins in ``frame``."""
-        found = _CALLS.get(frame.f_code)
-        if found is None or found[0] in self:
+        found = _BY_ID[id(frame.f_code)]  # dynamo, which may trace this, has no guard for a code as a key
+        if found[0] in self:
             return
         caller = frame.f_back
         if found is _OUTPUT and not _asked_by_user(caller):

@@ -290,6 +290,7 @@ class Engine:
                 for minibatch in self.minibatches.values():
                     self.main.wait_for(minibatch, deadline)
         finally:
+            self.main.leave()  # an interrupt may have left minibatches that need the lock to unwind
             try:
                 with ExitStack() as ends:  # all end, even if one fails
                     for worker in reversed(workers):

@@ -148,7 +148,7 @@ class GraphLayer(nn.Module):
 
 
 class GraphLayers:
-    """Neighbouring ``layers`` of one captured module as one function, which takes and returns what they do.
+    """The ``layers`` of one segment, all of one captured module, as one function, which takes and returns what they do.
 
     It calls graphs with the layers' tensors. Calls of modules would take a third of the time of short operators.
     """
@@ -161,32 +161,30 @@ class GraphLayers:
         variant, *given = values
         code = self._layers[0].code.variants[variant]
         first, steps = self._steps.get(variant, (None, []))
-        if first is not code:  # a module that has changed was captured again
+        if first is not code:  # a module that has changed was captured again, with new code for all of its layers
             steps = [_Step.of(layer, variant) for layer in self._layers]
             self._steps[variant] = code, steps
         for run, device, own in steps:
             _here.device = device
-            given = run(device, *[table[name] for table, name in own], *given)
+            tensors = [name.to(device) if table is None else table[name] for table, name in own]
+            given = run(device, *tensors, *given)
         outputs = self._layers[-1].code.variants[variant][0].outputs
         return (variant, *given) if outputs is None else pytree.tree_unflatten(list(given), outputs)
 
 
 class _Step(NamedTuple):
-    """Graph of one layer, its device, and where its tensors are: the tables that hold them, with their names."""
+    """Graph of one layer, its device, and where its tensors are: the tables that hold them, with their names. A
+    constant, which only this variant has, is there itself. Somebody may change it in place."""
 
     run: Callable[..., Any]
     device: torch.device
-    own: list[tuple[Mapping[str, Any], str]]
+    own: Sequence[tuple[Mapping[str, Any] | None, Any]]
 
     @classmethod
     def of(cls, layer: GraphLayer, variant: int) -> _Step:
         graph, names, _ = layer.code.variants[variant]
-        own: list[tuple[Mapping[str, Any], str]] = []
-        for name in names:
-            if isinstance(name, str):
-                own.append((layer._parameters if name in layer._parameters else layer._buffers, name))
-            else:
-                own.append(({"": name.to(layer.device)}, ""))
+        tables = (layer._parameters, layer._buffers)
+        own = [(next((table for table in tables if name in table), None), name) for name in names]
         return cls(functools.partial(graph.module.forward, *graph.regions), layer.device, own)
 
 

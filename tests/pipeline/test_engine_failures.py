@@ -367,3 +367,19 @@ def test_control_c_ends_at_once() -> None:
             engine.finish(1)
     presser.join()
     assert line.threads() == []
+
+
+def test_a_second_control_c_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minibatches waited for the lock over user code, which Lightning's thread held while it waited for them."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    line = Line(mlp(), cuts=(0, 2), in_flight=2)
+    with line.running() as engine:
+        engine.submit(1, line.plain())
+        engine.submit(2, line.plain())
+        monkeypatch.setattr(engine.main, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+        assert line.threads() == []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.pipeline import graph_layer
-from lightning_hetpipe.pipeline.graph_layer import GraphLayer, LayerGraph, here
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer, GraphLayers, LayerGraph, here
 from tests.support.accelerator import NAME
 
 PATHS = ["take", "held", "code", "device", "training", "forward", "register_buffer", "_parameters", "block.0.weight"]
@@ -63,6 +63,35 @@ def test_paths_with_dots_do_not_meet_those_without() -> None:
     layer.take({"a.b": one, "a_b": two})
     assert layer.held("a.b") is one
     assert layer.held("a_b") is two
+
+
+def test_several_as_one_function() -> None:
+    """It follows tensors that are replaced, constants that are changed in place elsewhere, and code that is new."""
+    held, constant = torch.tensor([2.0]), torch.tensor([3.0])
+    layers = [layer_of("held", held), GraphLayer(torch.device("cpu:0"))]  # `to("cpu:0")` copies
+    layers[1].code.add(LayerGraph(fx.symbolic_trace(doubling), []), [constant], [])
+    run, given = GraphLayers(layers), (0, torch.tensor([1.0]))
+
+    def expect(value: float) -> None:
+        current: Any = given
+        for layer in layers:
+            current = layer(current)
+        assert run(given)[1].item() == current[1].item() == value
+
+    expect(24.0)
+    constant.fill_(5.0)
+    expect(40.0)
+    layers[0].take({"held": torch.tensor([4.0])})
+    expect(80.0)
+    owns: list[str | Tensor] = ["held", constant]
+    for layer, own in zip(layers, owns, strict=True):
+        layer.code.clear()
+        layer.code.add(LayerGraph(fx.symbolic_trace(adding), []), [own], [])
+    expect(10.0)
+
+
+def adding(device: torch.device, own: Tensor, given: Tensor) -> Any:
+    return (given + own,)
 
 
 @pytest.mark.usefixtures("accelerator")

@@ -137,6 +137,12 @@ class MainThread:
             self._unlocked = False
             self.take_lock()
 
+    def leave(self) -> None:
+        """Give up the lock for good: Lightning's thread waits only for other threads from now on."""
+        if not self._lost and not self._unlocked:
+            self._lock.release()
+        self._lost = True
+
     def offer(self) -> None:
         """Let a thread that waits for the lock over user code go first."""
         if self._lock.wanted() and not self._lost:
