@@ -11,6 +11,7 @@ import inspect
 import operator
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from types import MemberDescriptorType
 from typing import Any
 
@@ -111,6 +112,41 @@ def same_data(one: Data, other: Data) -> bool:
 def same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return True if both are the same objects in the same order."""
     return len(ones) == len(others) and all(map(operator.is_, ones, others))
+
+
+class Contents:
+    """Everything that ``modules`` themselves hold, with the contents of lists, dicts and sets, to compare by identity.
+
+    It is asked for each minibatch, with thousands of objects, so that C code does all of the work.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self.take()
+
+    def take(self) -> None:
+        """Take what the modules hold now."""
+        values = [value for module in self._modules for value in vars(module).values()]
+        self._containers = [value for value in values if type(value) in _OF_MODULES]
+        self._tables = [each for each in self._containers if isinstance(each, dict) and each]
+        self._lengths = [*map(len, self._containers)]
+        self._held = self._now()
+
+    def same(self) -> bool:
+        """Return True if the modules hold the same objects, in the same order, as at the last :meth:`take`."""
+        if [*map(len, self._containers)] != self._lengths:
+            return False
+        held = self._now()
+        return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+
+    def _now(self) -> list[Any]:
+        held = [*map(vars, self._modules)]
+        parts = (held, map(dict.values, held), self._containers, map(dict.values, self._tables))
+        return [*chain.from_iterable(chain(*parts))]
+
+
+_OF_MODULES = {dict, OrderedDict, list, set}
+"""Containers that modules keep their parts in."""
 
 
 def same(one: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.contents import attributes_with_contents, changed_attribute, plain_attributes
+from lightning_hetpipe.capture.contents import Contents, attributes_with_contents, changed_attribute, plain_attributes
 from lightning_hetpipe.capture.grouping import has_users_layers, is_plain_sequential, layers_of, shares_draws
 from lightning_hetpipe.capture.reached_values import ReachedValues
 from lightning_hetpipe.errors import PipelineRefusal, SettingError, nearest
@@ -25,7 +25,7 @@ from lightning_hetpipe.pipeline.dtypes import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.torch_private.modules import Contents, behind_compile, has_any_hooks, has_hooks
+from lightning_hetpipe.torch_private.modules import behind_compile, has_any_hooks, has_hooks
 
 _TRAINING = attrgetter("training")
 

@@ -16,11 +16,8 @@ If torch does not have a name:
 
 from __future__ import annotations
 
-import operator
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -92,40 +89,6 @@ def computing_hooks(module: nn.Module) -> list[Callable[[Any, Any], None]]:
 
 def _is_for_checkpoints(hook: Any) -> bool:
     return getattr(hook, "__name__", None) in ("make_inputs_require_grads", "make_inputs_require_grad")
-
-
-class Contents:
-    """Everything that ``modules`` themselves hold, with the contents of lists, dicts and sets, to compare by identity.
-
-    It is asked for each minibatch, with thousands of objects, so that C code does all of the work.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self.take()
-
-    def take(self) -> None:
-        """Take what the modules hold now."""
-        values = [value for module in self._modules for value in vars(module).values()]
-        self._containers = [value for value in values if type(value) in _CONTAINERS]
-        self._tables = [each for each in self._containers if isinstance(each, dict) and each]
-        self._lengths = [*map(len, self._containers)]
-        self._held = self._now()
-
-    def same(self) -> bool:
-        """Return True if the modules hold the same objects, in the same order, as at the last :meth:`take`."""
-        if [*map(len, self._containers)] != self._lengths:
-            return False
-        held = self._now()
-        return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
-
-    def _now(self) -> list[Any]:
-        held = [*map(vars, self._modules)]
-        parts = (held, map(dict.values, held), self._containers, map(dict.values, self._tables))
-        return [*chain.from_iterable(chain(*parts))]
-
-
-_CONTAINERS = {dict, OrderedDict, list, set}
 
 
 def has_global_hooks() -> bool:

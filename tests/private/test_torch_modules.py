@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe import lightning_private as of_lightning
+from lightning_hetpipe.capture.contents import Contents
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.torch_private import modes
 from lightning_hetpipe.torch_private.modes import (
@@ -24,7 +25,6 @@ from lightning_hetpipe.torch_private.modes import (
     without_dispatch_modes,
 )
 from lightning_hetpipe.torch_private.modules import (
-    Contents,
     computing_hooks,
     has_global_hooks,
     has_hooks,
