@@ -183,7 +183,7 @@ class _Step(NamedTuple):
     @classmethod
     def of(cls, layer: GraphLayer, variant: int) -> _Step:
         graph, names, _ = layer.code.variants[variant]
-        tables = (layer._parameters, layer._buffers)
+        tables = [vars(layer)[table] for table in ("_parameters", "_buffers")]
         own = [(next((table for table in tables if name in table), None), name) for name in names]
         return cls(functools.partial(graph.module.forward, *graph.regions), layer.device, own)
 

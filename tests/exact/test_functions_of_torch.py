@@ -212,7 +212,7 @@ STASHED: dict[type[nn.Module], list[Tensor]] = {}
 
 
 def stashed(net: type[nn.Module]) -> list[Tensor]:
-    """What ``trained`` gives with stashed weights, once for all tests."""
+    """Result of ``trained`` with stashed weights, once for all tests."""
     if net not in STASHED:
         STASHED[net] = trained(net, pipelined("stash"))
     return STASHED[net]
