@@ -22,7 +22,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import cache
 from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from lightning_hetpipe.errors import SettingError, closest
 
@@ -224,6 +224,17 @@ def read(owner: type, values: Mapping[str, Any]) -> SimpleNamespace:
     """
     own = declared(owner)
     return SimpleNamespace(**own.check({name: values[name] for name in own.parameters if name in values}))
+
+
+class KnownNames:
+    """Base of classes with declared settings: an unknown name is refused, and the nearest setting is suggested."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        parameters = inspect.signature(cls.__init__).parameters  # of a subclass, which may have settings of its own
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            if (wrong := next((name for name in settings if name not in parameters), None)) is not None:
+                raise unknown(wrong, cls.__name__, [*parameters][1:])
+        return super().__new__(cls)
 
 
 def take(record: object, values: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from lightning_hetpipe.rules.versions import POLICIES
 from lightning_hetpipe.rules.waves import PLACEMENTS
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.server.transport.security import Security, split
-from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds
+from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, KnownNames, Length, read, seconds
 from lightning_hetpipe.strategy.relations import check_lengths
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ StageNumber = Annotated[int | str, _is_stage, "the number of a stage, from 0 on"
 WaveLength = Annotated[int, Bounds(1, MOST)]
 
 
-class HetPipeArguments:
+class HetPipeArguments(KnownNames):
     """Constructor of ``HetPipeStrategy``, whose docstring says what each setting means."""
 
     def __init__(
@@ -140,7 +140,7 @@ def _are_distinct(values: Sequence[str]) -> bool:
     return len({*values}) == len(values)
 
 
-class WSPArguments:
+class WSPArguments(KnownNames):
     """Constructor of ``WSPCallback``, whose docstring says what each setting means.
 
     Attributes:

@@ -116,6 +116,9 @@ COUNTS = [
 ]
 
 STRATEGY = [
+    of_strategy("in_fligt", "is not a setting", "HetPipeStrategy.in_flight", in_fligt=3),
+    of_wsp("clock_dist", "is not a setting", "WSPCallback.clock_distance", clock_dist=1),
+    of_wsp("xyz", "is not a setting", "clock_distance, wave", xyz=1),
     *COUNTS,
     strategy("stages", 100_000, "at most 1000"),
     strategy("in_flight", 100_000, "at most 1000"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.strategy import relations
 from tests.placement.test_plans import planned
 from tests.support.small import Learner, assert_clean, assert_refused, batches
@@ -69,3 +71,24 @@ def test_a_setting_that_is_set_later_counts() -> None:
     quiet_trainer(strategy).fit(Learner(), batches())
     assert strategy.last_run.in_flight == 2
     assert strategy._asked().recompute
+
+
+def test_a_subclass_may_have_settings_of_its_own() -> None:
+    unknown: dict[str, Any] = {"stagess": 1}
+    assert Own(width=1).width == 1
+    assert Passing(depth=1, stages=2).depth == 1
+    with pytest.raises(SettingError, match=r"Own\.stagess is not a setting; did you mean Own\.stages\?"):
+        Own(1, **unknown)
+    assert "in_flight" in inspect.signature(HetPipeStrategy).parameters, "LightningCLI and help() ask for it"
+
+
+class Own(HetPipeStrategy):
+    def __init__(self, width: int, stages: int = 1) -> None:
+        super().__init__(stages=stages)
+        self.width = width
+
+
+class Passing(HetPipeStrategy):
+    def __init__(self, depth: int, **others: Any) -> None:
+        super().__init__(**others)
+        self.depth = depth
