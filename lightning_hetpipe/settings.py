@@ -231,9 +231,9 @@ class KnownNames:
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         parameters = inspect.signature(cls.__init__).parameters  # of a subclass, which may have settings of its own
-        if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
-            if (wrong := next((name for name in settings if name not in parameters), None)) is not None:
-                raise unknown(wrong, cls.__name__, [*parameters][1:])
+        wrong = next((name for name in settings if name not in parameters), None)
+        if wrong is not None and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            raise unknown(wrong, cls.__name__, [*parameters][1:])
         return super().__new__(cls)
 
 

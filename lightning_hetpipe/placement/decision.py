@@ -141,14 +141,9 @@ def parts_of(split: Mapping[int, Sequence[float]], stages: int, placement: Devic
     A CPU stands for any number of devices, unless devices are declared.
 
     Raises:
-        SettingError: if a stage does not exist, if there are too few devices, or if a group lies on two nodes.
+        SettingError: if there are too few devices, or if a group lies on two nodes.
     """
     slots, nodes = placement.cluster.slots, placement.cluster.nodes
-    if (last := max(split)) >= stages:
-        raise SettingError(
-            f"split has shares for stage {last}, and there are {stages} stages, from 0 on; set stages to more, or leave"
-            " it out of split"
-        )
     needed = sum(len(split.get(stage, (1,))) for stage in range(stages))
     if placement.devices[0].type == "cpu" and not placement.declared:
         slots = tuple(slots[min(number, len(slots) - 1)] for number in range(needed))

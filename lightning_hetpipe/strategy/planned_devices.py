@@ -54,6 +54,8 @@ class PlannedDevices:
         if self.split and self.split != "auto" and given.stages == "auto" and plan is None:
             given.stages = 1 + max(self.split)
         self._stages = relations.stage_counts(given.stages, count)
+        if self.split != "auto":
+            relations.check_split(self.split, self._stages)
         self.in_flight, self.recompute = given.in_flight, given.recompute
         self.compile = compile_options(given.compile)
         self.plan_name = f"<for {given.plan.model}>" if isinstance(given.plan, Plan) else str(given.plan)

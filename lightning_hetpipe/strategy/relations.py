@@ -85,6 +85,16 @@ def check_given(given: SimpleNamespace, plan: Plan | None, has_groups: bool) -> 
             )
 
 
+def check_split(split: Mapping[int, Any], stages: Stages | list[Stages]) -> None:
+    """Refuse shares for a stage that does not exist."""
+    for count in stages if isinstance(stages, list) else [stages]:
+        if isinstance(count, int) and (last := max(split, default=0)) >= count:
+            raise SettingError(
+                f"split has shares for stage {last}, and there are {count} stages, from 0 on; set stages to more, or"
+                " leave it out of split"
+            )
+
+
 def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
     """Return the plan's number, and refuse another number in the setting."""
     if asked not in ("auto", planned):

@@ -97,6 +97,7 @@ def test_virtual_worker_0_is_killed(tmp_path: Path) -> None:
     assert line.endswith(f"died by SIGKILL, and the run is started again from {rescued} (no more restarts).")
     assert epochs(tmp_path, 0) == epochs(tmp_path, 1) == ["0", "1", "2", "3"]
     assert done.stdout.count("\nsamples per second") == 1
+    assert "[INFO]" not in done.stdout + done.stderr, "Lightning prints its lines itself"
     assert len(list(tmp_path.glob("outputs/*/*"))) == 1, "one run has one folder"
 
 

@@ -270,8 +270,6 @@ MODEL = [
     check(lambda: check_memory(NET, sgd(), {torch.device("cpu"): 1}), "Sequential", "", "24 bytes of weights", "cpu",
           "more devices", "more memory", "fewer weights"),
     check(lambda: named_pieces(Learner(), "net.1"), "module", "'net.1'", "no parameters", "leave it out of module"),
-    check(lambda: parts_of({2: (1, 1)}, 2, placement(ONE_NODE)), "split", "stage 2", "2 stages", "set stages",
-          "leave it out of split"),
     check(lambda: parts_of({0: (1, 1), 1: (1, 1)}, 2, placement(ONE_NODE)), "split", "4 devices", "there are 3",
           "fewer devices", "set stages", "more devices"),
     check(lambda: parts_of({0: (1, 1)}, 1, placement(TWO_NODES)), "split[0]", "a and b", "one machine",

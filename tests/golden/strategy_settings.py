@@ -116,6 +116,7 @@ COUNTS = [
 ]
 
 STRATEGY = [
+    of_strategy("split", "stage 5", "2 stages, from 0 on", "set stages", stages=2, split={0: [2, 1], 5: [1, 1]}),
     of_strategy("in_fligt", "is not a setting", "HetPipeStrategy.in_flight", in_fligt=3),
     of_wsp("clock_dist", "is not a setting", "WSPCallback.clock_distance", clock_dist=1),
     of_wsp("xyz", "is not a setting", "clock_distance, wave", xyz=1),
