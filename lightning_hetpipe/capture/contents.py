@@ -116,9 +116,7 @@ def same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:
 
 class Contents:
     """Everything that ``modules`` themselves hold, with the contents of lists, dicts and sets, to compare by identity.
-
-    It is asked for each minibatch, with thousands of objects, so that C code does all of the work.
-    """
+    C code does all of the work, because each minibatch compares thousands of objects."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -134,10 +132,7 @@ class Contents:
 
     def same(self) -> bool:
         """Return True if the modules hold the same objects, in the same order, as at the last :meth:`take`."""
-        if [*map(len, self._containers)] != self._lengths:
-            return False
-        held = self._now()
-        return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        return [*map(len, self._containers)] == self._lengths and same_objects(self._now(), self._held)
 
     def _now(self) -> list[Any]:
         held = [*map(vars, self._modules)]

@@ -55,18 +55,18 @@ def _code(function: Callable[..., Any]) -> CodeType:
 
 
 _OUTPUT = (OUTPUT, "prints, logs or opens a file")
-_CALLS: dict[CodeType, tuple[str, str]] = {
-    _code(Tensor.register_hook): (HOOK, "puts a hook on a tensor"),
-    _code(Tensor.register_post_accumulate_grad_hook): (HOOK, "puts a hook on a tensor"),
-    _code(autograd_graph.register_multi_grad_hook): (JOINT_HOOK, "puts a hook on tensors (register_multi_grad_hook)"),
-    _code(autograd_graph.saved_tensors_hooks.__enter__): (HOOK, "packs what autograd saves (saved_tensors_hooks)"),
-    _code(torch.inference_mode.__enter__): (INFERENCE, "computes in torch.inference_mode()"),
-    _code(torch.manual_seed): (SEED, "sets a seed (torch.manual_seed)"),
-    _code(logging.Logger.callHandlers): _OUTPUT,
-    _code(LightningModule.log): _OUTPUT,
-}
-"""Functions by their code, each with the kind of the call and its description."""
-_BY_ID = {id(code): told for code, told in _CALLS.items()}  # a code's hash takes as long as a short function
+_FUNCTIONS: list[tuple[Callable[..., Any], tuple[str, str]]] = [
+    (Tensor.register_hook, (HOOK, "puts a hook on a tensor")),
+    (Tensor.register_post_accumulate_grad_hook, (HOOK, "puts a hook on a tensor")),
+    (autograd_graph.register_multi_grad_hook, (JOINT_HOOK, "puts a hook on tensors (register_multi_grad_hook)")),
+    (autograd_graph.saved_tensors_hooks.__enter__, (HOOK, "packs what autograd saves (saved_tensors_hooks)")),
+    (torch.inference_mode.__enter__, (INFERENCE, "computes in torch.inference_mode()")),
+    (torch.manual_seed, (SEED, "sets a seed (torch.manual_seed)")),
+    (logging.Logger.callHandlers, _OUTPUT),
+    (LightningModule.log, _OUTPUT),
+]
+"""Functions, each with the kind of the call and its description."""
+_CALLS = {id(_code(function)): told for function, told in _FUNCTIONS}  # a code's own hash takes long
 
 _OF_NODES: dict[str, tuple[str, str]] = {
     "register_prehook": (HOOK, "puts a hook on a node of autograd's graph"),
@@ -108,7 +108,7 @@ class NoticedCalls(dict[str, tuple[str, str]]):
             code, names = frame.f_code, frame.f_globals
             if (key := (id(code), id(names))) not in self.functions:
                 self.functions[key] = code, names
-            if id(code) in _BY_ID:
+            if id(code) in _CALLS:
                 self._check(frame)
         # torch 2.11 traces profilers, and fails at such names
         elif event == "c_call" and not torch.compiler.is_dynamo_compiling() and called.__name__ in _NAMES:
@@ -116,7 +116,7 @@ class NoticedCalls(dict[str, tuple[str, str]]):
 
     def _check(self, frame: FrameType) -> None:
         """Check the function that begins in ``frame``."""
-        found = _BY_ID[id(frame.f_code)]  # dynamo, which may trace this, has no guard for a code as a key
+        found = _CALLS[id(frame.f_code)]  # dynamo, which may trace this, has no guard for a code as a key
         if found[0] in self:
             return
         caller = frame.f_back

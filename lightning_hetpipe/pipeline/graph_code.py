@@ -163,7 +163,7 @@ def _variants(code: Code, first: int) -> dict[str, Any]:
                 "regions": [_graph(region) for region in graph.regions],
                 "outputs": graph.outputs,
             }
-            for graph, own, _ in code.variants[first:]
+            for graph, own in code.variants[first:]
         ],
     }
 

@@ -6,20 +6,16 @@ Copies of a layer share its code, and have their own weights and buffers.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.accelerator import is_initialized
 from lightning_hetpipe.torch_private.tensors import pytree
-
-Run = Callable[..., Any]
-"""Takes the variant's number, the device, the layer's tensors and earlier values. Returns the next values."""
 
 
 class _ThreadDevice(threading.local):
@@ -64,29 +60,24 @@ class LayerGraph:
         """Graph as code."""
         return "\n".join(each.code for each in (self.module, *self.regions))
 
-    def run(self) -> Run:
-        """Return a function that runs the graph."""
-        run, outputs = functools.partial(self.module.forward, *self.regions), self.outputs
-
-        def ran(variant: int, *values: Any) -> Any:
-            found = run(*values)
-            return (variant, *found) if outputs is None else pytree.tree_unflatten(list(found), outputs)
-
-        return ran
+    def run(self, variant: int, *given: Any) -> Any:
+        """Run the graph of ``variant`` on the device, the layer's tensors and earlier values. Return the next ones."""
+        found = self.module.forward(*self.regions, *given)
+        return (variant, *found) if self.outputs is None else pytree.tree_unflatten(list(found), self.outputs)
 
 
 class Code:
     """Code that a layer and its copies run.
 
     Attributes:
-        variants: For each variant the graph, the names of the layer's tensors that it takes, and the function that runs
-            it. A constant that only this variant has is there itself.
+        variants: For each variant the graph, and the names of the layer's tensors that it takes. A constant that only
+            this variant has is there itself.
         changes: Names of the buffers that a variant changes in place.
         named: Owners of tensors that the captured module does not hold, for messages.
     """
 
     def __init__(self) -> None:
-        self.variants: list[tuple[LayerGraph, Sequence[str | Tensor], Run]] = []
+        self.variants: list[tuple[LayerGraph, Sequence[str | Tensor]]] = []
         self.changes: set[str] = set()
         self.named: dict[str, str] = {}
 
@@ -97,13 +88,13 @@ class Code:
     @property
     def graphs(self) -> list[LayerGraph]:
         """The graph of each variant."""
-        return [graph for graph, *_ in self.variants]
+        return [graph for graph, _ in self.variants]
 
     def add(self, graph: LayerGraph, own: Sequence[str | Tensor], changes: Sequence[str]) -> None:
         """Add a variant. Paths are those in the captured module, and a tensor is a constant."""
         self.changes.update(own_name(path) for path in changes)
         names = [own_name(each) if isinstance(each, str) else each for each in own]
-        self.variants.append((graph, names, graph.run()))
+        self.variants.append((graph, names))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -135,57 +126,22 @@ class GraphLayer(nn.Module):
 
     def forward(self, values: tuple[Any, ...]) -> Any:
         variant, *given = values
-        if not torch.compiler.is_dynamo_compiling():  # the caller of compiled code sets the device
-            _here.device = self.device
-        _, names, run = self.code.variants[variant]
-        own = [getattr(self, name) if isinstance(name, str) else name.to(self.device) for name in names]
-        return run(variant, self.device, *own, *given)
+        graph, names = self.code.variants[variant]
+        if torch.compiler.is_dynamo_compiling():  # the caller of compiled code sets the device
+            own = [getattr(self, name) if isinstance(name, str) else name.to(self.device) for name in names]
+        else:  # without calls of torch's, which take as long as a short operator
+            held, _here.device = vars(self), self.device
+            weights, buffers = held["_parameters"], held["_buffers"]
+            own = [
+                weights.get(name, buffers.get(name)) if isinstance(name, str) else name.to(self.device)
+                for name in names
+            ]
+        return graph.run(variant, self.device, *own, *given)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types here
         self.device = fn(torch.empty(0, device=self.device)).device
         return self
-
-
-class GraphLayers:
-    """The ``layers`` of one segment, all of one captured module, as one function, which takes and returns what they do.
-
-    It calls graphs with the layers' tensors. Calls of modules would take a third of the time of short operators.
-    """
-
-    def __init__(self, layers: Sequence[GraphLayer]) -> None:
-        self._layers = layers
-        self._steps: dict[int, tuple[Any, list[_Step]]] = {}  # by variant, with the code of the first layer
-
-    def __call__(self, values: tuple[Any, ...]) -> Any:
-        variant, *given = values
-        code = self._layers[0].code.variants[variant]
-        first, steps = self._steps.get(variant, (None, []))
-        if first is not code:  # a module that has changed was captured again, with new code for all of its layers
-            steps = [_Step.of(layer, variant) for layer in self._layers]
-            self._steps[variant] = code, steps
-        for run, device, own in steps:
-            _here.device = device
-            tensors = [name.to(device) if table is None else table[name] for table, name in own]
-            given = run(device, *tensors, *given)
-        outputs = self._layers[-1].code.variants[variant][0].outputs
-        return (variant, *given) if outputs is None else pytree.tree_unflatten(list(given), outputs)
-
-
-class _Step(NamedTuple):
-    """Graph of one layer, its device, and where its tensors are: the tables that hold them, with their names. A
-    constant, which only this variant has, is there itself. Somebody may change it in place."""
-
-    run: Callable[..., Any]
-    device: torch.device
-    own: Sequence[tuple[Mapping[str, Any] | None, Any]]
-
-    @classmethod
-    def of(cls, layer: GraphLayer, variant: int) -> _Step:
-        graph, names, _ = layer.code.variants[variant]
-        tables = [vars(layer)[table] for table in ("_parameters", "_buffers")]
-        own = [(next((table for table in tables if name in table), None), name) for name in names]
-        return cls(functools.partial(graph.module.forward, *graph.regions), layer.device, own)
 
 
 def own_name(path: str) -> str:

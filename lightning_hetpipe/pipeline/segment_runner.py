@@ -15,7 +15,7 @@ from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.buffers import Buffers, bind, may_change, places
 from lightning_hetpipe.pipeline.compilation import Compiled, Kind, KindsOfCalls, names_of
 from lightning_hetpipe.pipeline.dtypes import Autocast, creating
-from lightning_hetpipe.pipeline.graph_layer import GraphLayer, GraphLayers
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter, Kept
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import attach
@@ -85,7 +85,9 @@ class SegmentRunner:
         self._stash = stash
         self._settings = settings
         self._calls: list[Callable[..., Any]] = [
-            attach(module, layer.name) for module, layer in zip(copies, layers, strict=True)
+            # A graph layer draws by its graph and has no hooks. A call of a module takes as long as a short operator.
+            module.forward if isinstance(module, GraphLayer) else attach(module, layer.name)
+            for module, layer in zip(copies, layers, strict=True)
         ]
         self.split: SplitSegment | None = None
         if members is not None and all(isinstance(each, GraphLayer) for each in copies):
@@ -95,8 +97,6 @@ class SegmentRunner:
             names = [layer.name for layer in layers]
             fused = not settings.generators.deterministic
             self.compiled = Compiled(names, copies, self._calls, settings.compile, device, fused=fused)
-        if settings.compile is None and (graphs := [each for each in copies if isinstance(each, GraphLayer)]) == copies:
-            self._calls = [GraphLayers(graphs)]
         self._kinds: KindsOfCalls | None = self.compiled if self.split is None else self.split.compiled
         self._places = places(changing)
         self._mutates_input = mutates_input(layers)

@@ -179,9 +179,9 @@ def test_a_compilation_is_no_stall() -> None:
     """It takes minutes for a large model; the others wait for longer than `timeout`."""
 
     def take_long() -> None:
-        threading.Event().wait(0.15)
+        threading.Event().wait(0.5)
 
-    strategy = Pinned((0, 2), 3, compile={"backend": Backend(take_long)}, timeout=0.05)
+    strategy = Pinned((0, 2), 3, compile={"backend": Backend(take_long)}, timeout=0.3)
     check(drawing(), vectors(16, 4), strategy)
 
 
