@@ -230,10 +230,8 @@ class KnownNames:
     """Base of classes with declared settings: an unknown name is refused, and the nearest setting is suggested."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        parameters = inspect.signature(cls.__init__).parameters  # of a subclass, which may have settings of its own
-        wrong = next((name for name in settings if name not in parameters), None)
-        if wrong is not None and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
-            raise unknown(wrong, cls.__name__, [*parameters][1:])
+        # Of a subclass, which may have settings of its own. Only names: its constructor checks values.
+        replace(declared(cls), hints={}).check(settings, cls.__name__)
         return super().__new__(cls)
 
 

@@ -130,12 +130,9 @@ class GraphLayer(nn.Module):
         if torch.compiler.is_dynamo_compiling():  # the caller of compiled code sets the device
             own = [getattr(self, name) if isinstance(name, str) else name.to(self.device) for name in names]
         else:  # without calls of torch's, which take as long as a short operator
-            held, _here.device = vars(self), self.device
-            weights, buffers = held["_parameters"], held["_buffers"]
-            own = [
-                weights.get(name, buffers.get(name)) if isinstance(name, str) else name.to(self.device)
-                for name in names
-            ]
+            _here.device = self.device
+            held = vars(self)["_parameters"] | vars(self)["_buffers"]
+            own = [held[name] if isinstance(name, str) else name.to(self.device) for name in names]
         return graph.run(variant, self.device, *own, *given)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

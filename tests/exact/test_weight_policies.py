@@ -24,7 +24,6 @@ from tests.support.accelerator import TestAccelerator
 from tests.support.marks import slow_except
 from tests.support.models import (
     ADAMW,
-    WORDS,
     Task,
     Through,
     convnet,
@@ -33,6 +32,7 @@ from tests.support.models import (
     mlp,
     recurring,
     sentences,
+    tied_language_model,
     transformer,
     vectors,
 )
@@ -64,7 +64,7 @@ Make = tuple[Callable[[Recipe], Task], Callable[[int, int], DataLoader[Any]]]
 MODELS: dict[str, Make] = {
     "batch norm": (convnet, images),
     "dropout": (transformer, sentences),
-    "tied": (lambda recipe: _tied(recipe), sentences),
+    "tied": (lambda recipe: tied_language_model(recipe, captured=False), sentences),
     "recurring": (recurring, vectors),
     "frozen": (lambda recipe: _frozen(mlp(recipe)), vectors),
     "through": (lambda recipe: mlp(recipe, Through), vectors),
@@ -78,12 +78,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 ALL = [(policy, model, option) for policy in POLICIES for model in MODELS for option in OPTIONS]
 QUICK = [("sync", "batch norm", "plain"), ("2bw", "tied", "clip"), ("spectrain", "batch norm", "recompute")]
 QUICK += [("pipeoptim", "frozen", "clip"), ("xpipe", "dropout", "bf16"), ("xpipe", "tied", "plain")]
-
-
-def _tied(recipe: Recipe) -> Task:
-    embedding, head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS, bias=False)
-    head.weight = embedding.weight
-    return Task(nn.Sequential(embedding, nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), head), recipe)
 
 
 def _frozen(task: Task) -> Task:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def host_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostThread]]:
-    """Hosts that are threads of this process, at any address, and the list of those that were made.
+    """Hosts that are threads of this process, at any address, and the list of all such threads.
 
     Torch's faster operators for CPUs are off throughout. ``torch.export`` switches them off in the whole process while
     it makes a graph, and threads here may compute meanwhile. Hosts in processes of their own are not concerned.

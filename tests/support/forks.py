@@ -2,8 +2,8 @@
 
 A fork server is a fork of pytest's own process, made before that has loaded the package: it costs no import at all. A
 program begins as in an interpreter that was just started, with one thread for torch. But pytest is loaded, and modules
-that ``import lightning`` loads. If Lightning itself is loaded, so are modules that ``torch.export`` loads, and those of
-ours that a strategy loads. So programs run the package that the tests run, whatever else they could find.
+that ``import lightning`` loads. A server with Lightning has loaded also the modules that ``torch.export`` and a fit
+load. So its programs run the package that the tests run, whatever else they could find.
 The program's process is a child of the process that asks for it. So signals, exit codes and the ends of parents act as
 with any process.
 """
@@ -52,7 +52,8 @@ OURS = {
         "tests.exact.running",
     ],
 }
-"""Modules that load those of ours that a host needs, and a fit; they take half of the time of a short one."""
+"""Modules of the package that a host or a fit begins with, by server. They load all others that it needs. Loading takes
+half of the time of a short program."""
 
 LONGEST = 1 << 17
 """Bytes of a message with the arguments and the environment of a program."""
@@ -114,8 +115,8 @@ class Popen(subprocess.Popen[Any]):
     as under the mutation check, which has loaded Lightning.
 
     Args:
-        loaded: "lightning", or "libraries", which does without Lightning, torchmetrics, lightning_utilities and ours,
-            or "host", which does without the former three.
+        loaded: "lightning", "libraries" or "host". The last two lack Lightning, torchmetrics and lightning_utilities,
+            and "libraries" lacks the package.
         starting: How many generations of programs that it starts, by ``subprocess.Popen``, are forks as well.
         network: The name of the network namespace that it runs in; by default the starter's namespace.
     """

@@ -179,38 +179,28 @@ def mlp(recipe: Recipe = SGD, task: Callable[[nn.Sequential, Recipe], Task] = Ta
 
 def resnet(recipe: Recipe = SGD) -> Task:
     """A residual network with BatchNorm, on images of 8 x 8."""
-    return Task(
-        nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1, bias=False),
-            nn.BatchNorm2d(4),
-            nn.ReLU(inplace=True),
-            Residual(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)),
-            nn.Conv2d(4, 8, 3, stride=2, padding=1),
-            Residual(nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(8, CLASSES),
-        ),
+    return _pooled(
         recipe,
+        *_normed(),
+        Residual(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)),
+        nn.Conv2d(4, 8, 3, stride=2, padding=1),
+        Residual(nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)),
     )
 
 
 def convnet(recipe: Recipe = SGD) -> Task:
     """Nine layers of torch's own with BatchNorm, on images of 8 x 8, which run without a graph."""
-    return Task(
-        nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1, bias=False),
-            nn.BatchNorm2d(4),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(4, 8, 3, stride=2, padding=1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(8, CLASSES),
-        ),
-        recipe,
-    )
+    return _pooled(recipe, *_normed(), nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+
+
+def _normed() -> list[nn.Module]:
+    """First layers on images, which give four channels."""
+    return [nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
+
+
+def _pooled(recipe: Recipe, *layers: nn.Module) -> Task:
+    """A classifier by the eight channels that ``layers`` give."""
+    return Task(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)), recipe)
 
 
 def transformer(recipe: Recipe = SGD, dropout: float = 0.2) -> Task:
@@ -219,11 +209,12 @@ def transformer(recipe: Recipe = SGD, dropout: float = 0.2) -> Task:
     return Task(nn.Sequential(*layers, nn.LayerNorm(8), nn.Linear(8, WORDS)), recipe)
 
 
-def tied_language_model(recipe: Recipe = SGD) -> Task:
-    """The first and the last layer share their matrix."""
+def tied_language_model(recipe: Recipe = SGD, *, captured: bool = True) -> Task:
+    """The first and the last layer share their matrix. Unless it is to be ``captured``, it runs without a graph."""
     embedding, head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS, bias=False)
     head.weight = embedding.weight
-    return Task(nn.Sequential(embedding, *block(8, 0.0), *block(8, 0.0), nn.LayerNorm(8), head), recipe)
+    between = [*block(8, 0.0), *block(8, 0.0)] if captured else [nn.Linear(8, 8), nn.GELU()]
+    return Task(nn.Sequential(embedding, *between, nn.LayerNorm(8), head), recipe)
 
 
 def recurring(recipe: Recipe = SGD) -> Task:
