@@ -29,7 +29,7 @@ from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.table import aligned
-from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.choice import best_plan, check_stages
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.reporting.plots import draw
@@ -63,7 +63,8 @@ def _application(config: DictConfig) -> float | None:
 
 def measure(config: DictConfig) -> None:
     """Measure the links of this machine. Raise SettingError for a setting that only a plan needs."""
-    plan_inputs.check_types(config)
+    config_checks.check(config, plan_inputs.PROGRAM)
+    plan_inputs.check_targets(config, measured=False)
     for setting in ("profile", "devices", "cluster"):
         if config.get(setting) is not None:
             given = f"{setting}={config[setting]}" if setting != "cluster" else "a cluster"
@@ -85,12 +86,17 @@ def run(config: DictConfig) -> float | None:
         SettingError: if a setting is unknown, missing or of the wrong kind.
     """
     plan_inputs.check(config)
-    measured, optimizer, policies = plan_inputs.profile_of(config)
-    cluster, nominal = plan_inputs.cluster_of(config, measured)
+    given, cluster = plan_inputs.given_profile(config), plan_inputs.cluster_of(config)
+    plan_inputs.refuse_unknown(config, cluster, given)
+    check_stages(plan_inputs.given_stages(config), len(cluster.slots), "device")
+    wsp, allocation = config_checks.synchronisation(config), plan_inputs.allocation_of(config, cluster)
+    plan_inputs.check_targets(config, measured=given is None)
+    measured, optimizer, policies = plan_inputs.profile_of(config, given)
+    plan_inputs.refuse_unknown(config, cluster, measured)
+    cluster, nominal = plan_inputs.with_memory(cluster, measured)
     devices = [slot.device for slot in cluster.slots]
     profile = measured.with_estimates(devices, str(config.precision))
     problem, in_flight = plan_inputs.problem_of(config, profile, cluster, optimizer)
-    wsp, allocation = config_checks.synchronisation(config), plan_inputs.allocation_of(config, cluster)
 
     names = [layer.name for layer in profile.layers]
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}

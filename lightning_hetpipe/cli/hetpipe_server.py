@@ -49,8 +49,11 @@ _COMMANDS = ("serve", STATUS)
 
 def main() -> None:
     """Run hetpipe-server, with the exit codes of :mod:`~lightning_hetpipe.cli.entry`. 1 if no server answers."""
-    if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
-        sys.argv[1] = f"command={sys.argv[1]}"
+    command = sys.argv[1] if sys.argv[1:] else ""
+    if command in _COMMANDS:
+        sys.argv[1] = f"command={command}"
+    elif command.isalpha():
+        sys.exit(report(SettingError(f"{command} is not a command", f"give {' or '.join(_COMMANDS)}"), SERVER))
     _enter(_server, SERVER)
 
 
@@ -85,9 +88,10 @@ def run_server(config: DictConfig) -> None:
         CallRefused, Unreachable: as :func:`ask`.
     """
     config_checks.check(config, SERVER, needs=("service",))
-    config_checks.check_targets(config)
+    security = _security_of(config)
+    config_checks.check_targets(config)  # with torch, so after all that is ours
     if config.command == STATUS:
-        print(laid_out(ask(config.address, _security_of(config), config.timeout)))
+        print(laid_out(ask(config.address, security, config.timeout)))
         return
 
     def served(security: Security, ready: Ready) -> int:

@@ -18,7 +18,7 @@ from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known, nearest_gpu
 from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, Devices, DeviceSlot, Latency, LinkGiven, Node
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.stage_memory import planned_policies
+from lightning_hetpipe.planning.model.stage_memory import optimizer_state, planned_policies
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
@@ -74,24 +74,25 @@ _SILENT = {
 """Settings of the Trainer that switch off what measuring layers does not need."""
 
 
-def check_types(config: DictConfig, needs: Sequence[str] = ()) -> None:
-    """Refuse settings that are unknown or of the wrong type, even if a plan does not need them.
-
-    Check sections of other packages only if ``needs`` has any, or if the command line changes one of these sections.
-    """
-    config_checks.check(config, PROGRAM, needs)
-    if needs or any(map(_is_given, _OF_OTHERS)):
+def check_targets(config: DictConfig, *, measured: bool) -> None:
+    """Check sections of other packages if the model is ``measured``, or if the command line changes one of them."""
+    if measured or any(map(_is_given, _OF_OTHERS)):
         config_checks.check_targets(config)
 
 
 def check(config: DictConfig) -> None:
-    """Raise SettingError for settings that are unknown, missing, of the wrong kind, or that exclude each other."""
+    """Raise SettingError for settings of ours that are unknown, missing, of the wrong kind, or that exclude each other.
+
+    Settings that a plan does not need are checked, too.
+    """
     if config.get("profile") is None and config.get("model") is None:
         raise SettingError(
             "profile=null and no model is configured; give profile=FILE, or choose an experiment, such as"
             " experiment=digits."
         )
-    check_types(config, () if config.get("profile") is not None else config_checks.BUILT)
+    config_checks.check(config, PROGRAM, () if config.get("profile") is not None else config_checks.BUILT)
+    if config.optimizer != "auto":
+        optimizer_state(config.optimizer)
     if config.devices is not None and config.cluster is not None:
         raise SettingError(f"devices={config.devices} is given together with a cluster; leave one of them out.")
     if not isinstance(stages := of_strategy(config, "stages"), int | str):
@@ -117,15 +118,22 @@ def check(config: DictConfig) -> None:
         )
 
 
-def profile_of(config: DictConfig) -> tuple[Profile, str | float, Sequence[WeightPolicy]]:
-    """Return the profile of the file or of the model, the optimizer for the memory model, and weight policies. A run
+def given_profile(config: DictConfig) -> Profile | None:
+    """Return the profile of the file ``profile``, or None if the model is to be measured."""
+    if config.profile is None:
+        return None
+    try:
+        return profile_file.load(config.profile)
+    except SettingError as error:
+        raise of_file("profile", error, "give a profile.json of hetpipe-plan") from error
+
+
+def profile_of(config: DictConfig, given: Profile | None) -> tuple[Profile, str | float, Sequence[WeightPolicy]]:
+    """Return ``given`` or else the profile of the model, the optimizer for the memory model, and weight policies. A run
     with this optimizer takes the first policy that fits."""
     optimizer: str | float = config.optimizer
-    if config.profile is not None:
-        try:
-            profile = profile_file.load(config.profile)
-        except SettingError as error:
-            raise of_file("profile", error, "give a profile.json of hetpipe-plan") from error
+    if given is not None:
+        profile = given
         optimizer = "adam" if optimizer == "auto" else optimizer
         policies: Sequence[WeightPolicy] = planned_policies(optimizer)
     else:
@@ -139,8 +147,8 @@ def profile_of(config: DictConfig) -> tuple[Profile, str | float, Sequence[Weigh
             )
         else:
             optimizer = own
-    given = POLICIES.get(of_strategy(config, "weights"))
-    return profile, optimizer, policies if given is None else [given]
+    policy = POLICIES.get(of_strategy(config, "weights"))
+    return profile, optimizer, policies if policy is None else [policy]
 
 
 def _measured(config: DictConfig) -> Profiled:
@@ -180,32 +188,55 @@ def _finetuning(config: DictConfig) -> list[L.Callback]:
     ]
 
 
-def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[DeviceSlot]]:
-    """Return the cluster, and its devices whose memory comes from a data sheet."""
+def cluster_of(config: DictConfig) -> Cluster:
+    """Return the cluster of the devices that are given, or else of this machine's devices."""
     if config.devices is not None:
         values: Any = OmegaConf.to_container(config, resolve=True)
         given = values["devices"] if isinstance(values["devices"], list) else [values["devices"]]
         names = [each if isinstance(each, dict) else str(each) for each in given]
         link = check_value("link", values["link"], LinkGiven)
         link = None if link == PCIE and not _is_given("link") else link
-        cluster = Cluster([Node("here", check_value("devices", names, Devices), link)])
-        if (name := _strange(cluster, profile)) is not None:
-            raise SettingError(f"devices=[{name}] is {_unknown(name, profile)}")
-    elif config.cluster is None:
-        from lightning_hetpipe.placement import device_placement  # with torch
+        return Cluster([Node("here", check_value("devices", names, Devices), link)])
+    return _discovered() if config.cluster is None else built(config, "cluster", Cluster)
 
-        cluster = device_placement.discovered_cluster()
-        if (name := _strange(cluster, profile)) is not None:
-            raise SettingError(
-                f"profile={config.profile} has no times of this machine's '{name}', but of"
-                f" {', '.join(sorted(profile.times))}; say which devices to plan for, as in devices=[RTX-3090,T4],"
-                " or cluster=mixed_box."
-            )
-    else:
-        cluster = built(config, "cluster", Cluster)
-        if len(profile.times) == 1 and (name := _strange(cluster, profile)) is not None:
-            way_out = "; profile the model on it, or say its speed"
-            raise SettingError(f"cluster has the device '{name}', which is {_unknown(name, profile, way_out)}")
+
+def _discovered() -> Cluster:
+    from lightning_hetpipe.placement import device_placement  # with torch
+
+    return device_placement.discovered_cluster()
+
+
+def refuse_unknown(config: DictConfig, cluster: Cluster, profile: Profile | None) -> None:
+    """Raise SettingError for a device of ``cluster`` without a speed that neither ``profile`` nor the catalogue knows.
+
+    If ``profile`` is None, the model is measured later, on devices of this machine.
+    """
+    unsaid = (slot.device for slot in cluster.slots if slot.device.speed == 1.0)
+    if not (names := [device.name for device in unsaid if known(device.name) is None]):
+        return
+    timed = sorted(profile.times if profile else {"cpu", *(slot.device.name for slot in _discovered().slots)})
+    if (name := next((name for name in names if name not in timed), None)) is None:
+        return
+    listed = ", ".join(timed)
+    nowhere = (
+        f"neither in the profile, which has {listed}," if profile else f"neither a device of this machine ({listed})"
+    )
+    nowhere, alike = f"{nowhere} nor in the catalogue of GPUs", nearest_gpu(name, [*gpus(), *timed])
+    if config.devices is not None:
+        raise SettingError(f"devices=[{name}] is {nowhere}{alike}")
+    if config.cluster is None:
+        source = "the model's profile" if config.profile is None else f"profile={config.profile}"
+        raise SettingError(
+            f"{source} has no times of this machine's '{name}', but of {listed}; say which devices to plan for, as in"
+            " devices=[RTX-3090,T4], or cluster=mixed_box."
+        )
+    if len(timed) == 1:
+        way_out = alike or "; profile the model on it, or say its speed"
+        raise SettingError(f"cluster has the device '{name}', which is {nowhere}{way_out}")
+
+
+def with_memory(cluster: Cluster, profile: Profile) -> tuple[Cluster, set[DeviceSlot]]:
+    """Return ``cluster`` with the memories that are known, and its devices whose memory comes from a data sheet."""
     measured = cluster.with_memory(profile.memory, catalogue=False)
     filled = measured.with_memory(profile.memory)
     pairs = zip(measured.slots, filled.slots, strict=True)
@@ -247,20 +278,6 @@ def allocation_of(config: DictConfig, cluster: Cluster) -> str | None:
     return allocation
 
 
-def _strange(cluster: Cluster, profile: Profile) -> str | None:
-    """Return the first device without a speed of its own that neither the profile nor the catalogue knows."""
-    unsaid = (slot.device for slot in cluster.slots if slot.device.speed == 1.0)
-    names = (device.name for device in unsaid if profile.name_of(device) is None)
-    return next((name for name in names if known(name) is None), None)
-
-
-def _unknown(name: str, profile: Profile, way_out: str = "") -> str:
-    """Return the end of a sentence on an unknown device ``name``. It suggests a near name, or else ``way_out``."""
-    profiled = ", ".join(sorted(profile.times))
-    alike = nearest_gpu(name, [*gpus(), *profile.times]) or way_out
-    return f"neither in the profile, which has {profiled}, nor in the catalogue of GPUs{alike}"
-
-
 def of_strategy(config: DictConfig, key: str) -> Any:
     """Return a setting of the strategy, or its default if another strategy is configured."""
     return OmegaConf.select(config, f"strategy.{key}", default=declared(HetPipeArguments).parameters[key].default)
@@ -271,12 +288,16 @@ def _is_given(setting: str) -> bool:
     return any(each.lstrip("+").startswith((f"{setting}=", f"{setting}.")) for each in HydraConfig.get().overrides.task)
 
 
+def given_stages(config: DictConfig) -> int | None:
+    """Return the number of stages that the command line gives. An experiment's stages are for runs without a plan."""
+    stages = of_strategy(config, "stages") if _is_given("strategy.stages") else "auto"
+    return stages if isinstance(stages, int) else None
+
+
 def problem_of(
     config: DictConfig, profile: Profile, cluster: Cluster, optimizer: str | float
 ) -> tuple[PlanningProblem, int | None]:
     """Return the planning problem of one virtual worker on all devices of ``cluster``, and Nm, or None to choose it."""
-    # An experiment's stages are for runs without a plan.
-    stages = of_strategy(config, "stages") if _is_given("strategy.stages") else "auto"
     in_flight = of_strategy(config, "in_flight")
     problem = PlanningProblem(
         profile,
@@ -284,7 +305,7 @@ def problem_of(
         optimizer=optimizer,
         ordered=config.ordered,
         recompute=of_strategy(config, "recompute"),
-        stages=stages if isinstance(stages, int) else None,
+        stages=given_stages(config),
         synchronise=seconds_of(config.synchronise, "synchronise"),
         every=OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
         spread=not of_strategy(config, "compile"),

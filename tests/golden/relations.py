@@ -222,7 +222,7 @@ def counts(**splits: tuple[int, ...]) -> None:
 def no_profile() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_inputs, "_measured", lambda _: (None, None, ()))
-        plan_inputs.profile_of(OmegaConf.create({"optimizer": "auto", "profile": None}))
+        plan_inputs.profile_of(OmegaConf.create({"optimizer": "auto", "profile": None}), None)
 
 
 def no_memory(place: Place) -> None:

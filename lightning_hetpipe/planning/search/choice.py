@@ -51,12 +51,9 @@ def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: 
         SettingError: if the profile has no times of a device, if there are more stages than devices or layers, or if
             ``every`` is too small for the weight policy at ``in_flight``.
     """
-    devices, layers, stages = len(problem.slots), len(problem.profile.layers), problem.stages
-    if stages is not None and not 1 <= stages <= min(devices, layers):
-        raise SettingError(
-            f"stages={stages} cannot be planned for {devices} devices and {layers} layers: each stage needs one of"
-            f" both; set at most {min(devices, layers)}"
-        )
+    devices = len(problem.slots)
+    check_stages(problem.stages, devices, "device")
+    check_stages(problem.stages, len(problem.profile.layers), "layer")
     if in_flight is not None:
         problem.versions(in_flight).check()
     search = _Search(problem)
@@ -65,6 +62,15 @@ def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: 
     if in_flight is None:
         return search.choose()
     return search.at((fewer and search.most(in_flight)) or in_flight)
+
+
+def check_stages(stages: int | None, most: int, each: str) -> None:
+    """Raise SettingError for more ``stages`` than there are devices or layers, which ``each`` names."""
+    if stages is not None and not 1 <= stages <= most:
+        raise SettingError(
+            f"stages={stages} cannot be planned for {most} {each}{'s' * (most != 1)}: each stage needs one; set at most"
+            f" {most}"
+        )
 
 
 class _Search:
