@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,7 @@ from lightning_hetpipe.pipeline.stage_messages import (
     Result,
     Sums,
     Version,
+    Wake,
 )
 from lightning_hetpipe.pipeline.streams import Pass, StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
@@ -166,6 +168,7 @@ class Stage:
         self._taking = threading.Lock()
         self._orders: dict[int, CallOrder[Parcel]] = {}
         self._held_back: deque[Parcel] = deque()
+        self._beside: deque[Callable[[], None]] = deque()
         self._members = None
         if group is not None:
             self._members = MemberPool(self._name, group, settings.torch_threads, streams, self.stream)
@@ -205,6 +208,27 @@ class Stage:
         if isinstance(parcel.message, Cancel):
             self._cancelled.add(parcel.message.minibatch)
         self._worker.put(parcel)
+
+    def compute(self, work: Callable[[], None], tensors: Sequence[Tensor]) -> Future[StreamEvent | None]:
+        """Do ``work`` with ``tensors`` of user code in the stage's thread and stream, before all tasks that wait. The
+        result is the event behind it."""
+        behind, future = self._user_stream.record([self.device]), Future[StreamEvent | None]()
+
+        def run() -> None:
+            self._doing = _WAKE.message, time.monotonic()
+            try:
+                self.stream.join(behind, tensors)
+                with self._compute_lock.shared():
+                    work()
+                future.set_result(self.stream.record())
+            except BaseException as error:
+                future.set_exception(error)
+            self._doing = None
+            self._watchdog.moved()
+
+        self._beside.append(run)
+        self.put(_WAKE)
+        return future
 
     def close(self) -> None:
         if self._worker is not None:
@@ -295,6 +319,10 @@ class Stage:
     def _run(self, parcel: Parcel) -> None:
         """Handle ``parcel``. Minibatches for which the stage has no room yet wait in order. Minibatches come to all
         stages in one order, so the first one that waits here never waits for another one."""
+        while self._beside:
+            self._beside.popleft()()
+        if isinstance(parcel.message, Wake):
+            return
         if (self._held_back and self._is_new(parcel.message)) or not self._admits(parcel.message):
             self._held_back.append(parcel)
         else:
@@ -319,6 +347,7 @@ class Stage:
     def _answer(self, parcel: Parcel) -> Parcel | None:
         """Handle ``parcel``, and hand the result on. Return a parcel to handle before all others, or None."""
         message = parcel.message
+        assert not isinstance(message, Wake)
         number = message.minibatch
         if isinstance(message, Cancel):
             self._cancelled.discard(number)
@@ -447,9 +476,12 @@ class Stage:
         assert worker is not None
 
         def ready(seconds: float) -> bool:
-            parcel = worker.take(lambda each: each.message.minibatch == minibatch, seconds)
-            found.extend([parcel] if parcel is not None else [])
-            return parcel is not None
+            parcel = worker.take(lambda each: each is _WAKE or each.message.minibatch == minibatch, seconds)
+            if parcel is _WAKE:  # the loss may wait for what was asked
+                self._run(parcel)
+            elif parcel is not None:
+                found.append(parcel)
+            return bool(found)
 
         try:
             self._watchdog.wait(ready, f"stage {self.index} for the loss of minibatch {minibatch}")
@@ -484,6 +516,8 @@ class Stage:
         return f"{where} in {work}. It held {self.memory.told()}; {less_of}"
 
     def _work(self, message: Message) -> str:
+        if isinstance(message, Wake):
+            return "the optimizer's step of its weights"
         assert isinstance(message, Forward | Backward)
         layers, number = self._runners[message.segment].describe(), message.minibatch
         if self._settings.evaluates:
@@ -512,6 +546,7 @@ class Stage:
         return Pass(self, self._compute_lock, self._settings.before_pass, work, minibatch)
 
 
+_WAKE = Parcel(Wake())
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _NO_SUMS: Sums = {}
 _HOST = torch.device("cpu")

@@ -1,6 +1,7 @@
 """Messages between a stage and the rest of its virtual worker: plain data that is not bound to threads.
 
     to a stage      Forward, Backward, Cancel     in its inbox, first in, first out
+                    Wake                          beside it, within a process
     from a stage    Output, InputGradients        for each forward and backward, or Failure
     between tasks   Version (begin, publish), and buffers and gradients of a minibatch
 
@@ -144,7 +145,13 @@ class Cancel(NamedTuple):
     minibatch: int
 
 
-Message = Forward | Backward | Cancel
+class Wake(NamedTuple):
+    """Do the work that was asked beside messages. Only within a process."""
+
+    minibatch: int = 0
+
+
+Message = Forward | Backward | Cancel | Wake
 
 
 class Output(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,7 @@ from lightning_hetpipe.run.prediction import Prediction, prediction_of
 from lightning_hetpipe.run.preemption import Preemption
 from lightning_hetpipe.run.run_settings import RunSettings, loss_of
 from lightning_hetpipe.run.spread_run import SpreadRun
+from lightning_hetpipe.run.stage_steps import StageSteps
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
@@ -409,7 +410,7 @@ class Fit(Driver, TrainerRun):
         self._report = lambda: replace(telemetry.report(), taken_apart=apart.reasons)
         self._last, self._apart = number, bool(apart)
         if in_flight > 1:
-            self._around.append(_Unlocked(engine, self._around))
+            self._around.append(StageSteps(engine, trainer.optimizers[0], self._around))
         add(calls, telemetry)
         self._lacking = engine.lacking
         self.devices = layout.devices
@@ -441,14 +442,3 @@ class Fit(Driver, TrainerRun):
         versions = Versions(policy, in_flight, every, version, begun - in_epoch)
         versions.check(self._synchroniser.wave)
         return versions
-
-
-@dataclass(eq=False)
-class _Unlocked(AroundStep):
-    """A release of other user code while the optimizer computes, unless a context in ``around`` is secret."""
-
-    engine: Engine
-    around: Sequence[AroundStep]
-
-    def stepping(self) -> AbstractContextManager[None]:
-        return nullcontext() if any(each.is_secret for each in self.around) else self.engine.computing()

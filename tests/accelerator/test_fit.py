@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_hetpipe.run.stage_steps import StageSteps
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import after, assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
@@ -19,7 +20,7 @@ from tests.exact.test_devices import Evaluates
 from tests.exact.test_sums import Programmed, Several
 from tests.support.accelerator import TestAccelerator
 from tests.support.marks import slow_except
-from tests.support.models import vectors, whole_batches
+from tests.support.models import ADAMW, mlp, vectors, whole_batches
 from tests.support.trainers import quiet_trainer
 
 NAMES = ["resnet", "gpt", "dropout", "translator", "pieces"]
@@ -47,6 +48,14 @@ def test_gradients_are_added_in_order_across_devices(accelerator: TestAccelerato
     task, loader = Programmed(step, Several(2)), vectors(20, 4)
     expected = expect(copy.deepcopy(task), loader, 3)
     assert_equal(expected, fit(task, loader, strategy=Pinned((0, 1), 3), accelerator=accelerator, devices=2))
+
+
+def test_stages_step_their_own_weights(accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the streams of the stages: the accelerator refuses a step without the waits before and after it."""
+    monkeypatch.setattr(StageSteps, "_divides", lambda self: True)
+    task, loader = mlp(ADAMW), vectors(24, 4)
+    expected = expect(task, loader, 3)
+    assert_equal(expected, fit(task, loader, strategy=even(7, 4, 3), accelerator=accelerator, devices=4))
 
 
 def val_loss(task: Evaluates, loader: DataLoader[object]) -> object:
