@@ -129,7 +129,7 @@ def unequal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
     found, waiting = list[int](), dict[int, Tensor]()
     for place, (one, other) in enumerate(pairs):
         if one.shape == other.shape and _waits(one):
-            waiting[place] = _differ(one, other).any()
+            waiting[place] = _any_differ(one, other)
         elif not equal(one, other):
             found.append(place)
     if waiting and (differ := torch.stack([*waiting.values()])).any():
@@ -137,9 +137,23 @@ def unequal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
     return found
 
 
+_PART = 1 << 22
+"""Most elements that a device compares at once, for which it makes a few bytes for each element."""
+
+
+def _any_differ(one: Tensor, other: Tensor) -> Tensor:
+    """Return whether elements differ. Large tensors are compared part by part, so that this takes little memory."""
+    if one.numel() <= _PART or not (one.is_contiguous() and other.is_contiguous()):
+        return _differ(one, other).any()
+    parts = zip(one.view(-1).split(_PART), other.view(-1).split(_PART), strict=True)
+    return torch.stack([_differ(*each).any() for each in parts]).any()
+
+
 def _differ(one: Tensor, other: Tensor) -> Tensor:
     """Return which elements differ. NaN equals NaN."""
-    return (one != other) & ((one == one) | (other == other))
+    numbers = one == one
+    numbers |= other == other
+    return numbers.logical_and_(one != other)
 
 
 def alike(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:

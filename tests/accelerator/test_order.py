@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline import streams
-from lightning_hetpipe.pipeline.values import DeviceComparison
+from lightning_hetpipe.pipeline import streams, values
+from lightning_hetpipe.pipeline.values import DeviceComparison, unequal
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_same_run, fit
 from tests.exact.test_captured import CASES, made
@@ -213,6 +213,20 @@ def test_a_device_answers_which_tensors_differ() -> None:
         right = [each.clone() for each in left]
         right[changed].view(-1)[-1] = value
         assert DeviceComparison([*zip(left, right, strict=True)]).place() == changed
+
+
+def test_large_tensors_are_compared_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publishing a version compares frozen weights, which beside a plan that fits had no room for another quarter."""
+    monkeypatch.setattr(values, "_PART", 1 << 12)
+    one = torch.zeros(1 << 9, 1 << 9, device=place(1))
+    other = one.clone()
+    torch.accelerator.reset_peak_memory_stats(1)
+    before = torch.accelerator.memory_allocated(1)
+    assert unequal([(one, other)]) == []
+    assert torch.accelerator.max_memory_allocated(1) - before < 1 << 15
+    other.view(-1)[-1] = float("nan")
+    assert unequal([(one, other), (one, one)]) == [0]
+    assert unequal([(other, other.clone()), (one.t(), other.t())]) == [1]
 
 
 class ChangesBuffer(L.Callback):
