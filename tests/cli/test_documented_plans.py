@@ -15,7 +15,7 @@ from lightning_hetpipe import Plan
 from lightning_hetpipe.planning.model import catalogue
 from lightning_hetpipe.planning.plan.profile_file import save
 from tests.cli.conftest import Train
-from tests.cli.test_plan import PROFILE, Run, folder, plan
+from tests.cli.test_plan import FEW, PROFILE, Run, folder, plan
 from tests.cli.test_train import FAST
 from tests.support.sailor import checkout
 
@@ -55,6 +55,8 @@ def test_there_are_these() -> None:
 )
 def test_the_command(plan: Run, prepared: Path, command: str) -> None:
     arguments = shlex.split(command)
+    if "cluster=lab" in arguments:
+        save(FEW, prepared / "profile.json")
     said, error = plan(*arguments)
     assert "in flight, " in said
     assert "Traceback" not in error

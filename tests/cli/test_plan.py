@@ -36,6 +36,9 @@ PROFILE = Profile(
     {"RTX-3090": 24 << 30},
 )
 
+FEW = replace(PROFILE, layers=LAYERS[:5], times={name: times[:5] for name, times in PROFILE.times.items()})
+"""Where any plan will do: a search through many layers takes a second."""
+
 Run = Callable[..., tuple[str, str]]
 
 
@@ -52,9 +55,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plan(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs hetpipe-plan with these arguments, which ends with ``code``; gives its output and its errors.
 
-    Its pictures are empty, as to draw takes most of the time.
+    Its pictures are small and empty, as to draw takes most of the time.
     """
-    monkeypatch.setattr(hetpipe_plan, "draw", lambda _: Figure())
+    monkeypatch.setattr(hetpipe_plan, "draw", lambda _: Figure((1, 1)))
 
     def run(*arguments: str, code: int = 0) -> tuple[str, str]:
         quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is
@@ -212,8 +215,8 @@ def test_links_are_not_free_beside_times_of_a_cpu(plan: Run, folder: Path) -> No
 
 WIDE = replace(
     PROFILE,
-    layers=[replace(each, parameters=MIB // 8, kept=MIB // 4, output=MIB // 4) for each in LAYERS],
-    times={"RTX-3090": [Times(0.01, 0.02), Times(0.1, 0.2), *[Times(0.01, 0.02)] * 10]},
+    layers=[replace(each, parameters=MIB // 8, kept=MIB // 4, output=MIB // 4) for each in FEW.layers],
+    times={"RTX-3090": [Times(0.01, 0.02), Times(0.1, 0.2), *[Times(0.01, 0.02)] * 3]},
     widths={1: LayerWidths(1, {"layer_1": 64})},
 )
 """One layer takes most of the time."""

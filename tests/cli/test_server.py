@@ -16,6 +16,7 @@ from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import Reply
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE, Desk
+from tests.support import forks
 
 SAID = {
     "epoch": "ab\x1b[2J",
@@ -113,9 +114,8 @@ finally:
 )
 def test_no_lightning_is_loaded(tmp_path: Path, arguments: list[str], loaded: list[str]) -> None:
     """Through code that all commands share it was, and a server took three seconds to start."""
-    command = [sys.executable, "-c", LOADED, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = forks.run("-c", LOADED, *arguments, loaded="libraries", cwd=tmp_path, environment=environment)
     assert done.stdout.splitlines()[-1] == str(loaded), done.stderr
 
 

@@ -31,7 +31,7 @@ def test_without_the_strategy_there_is_no_table(train: Train, capsys: pytest.Cap
 
 
 def test_a_dry_run_leaves_no_checkpoint_and_still_ends_well(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    train("trainer.fast_dev_run=true", "callbacks.progress_bar=null")
+    train("trainer.fast_dev_run=true", "model.blocks=1", "model.width=4", "callbacks.progress_bar=null")
     said = capsys.readouterr().out
     assert "test accuracy" in said
     assert "\ncheckpoint" not in said
@@ -102,7 +102,7 @@ def test_early_stopping_follows_the_metric_of_the_digits(
 ) -> None:
     """It ends the run after the second epoch, as the accuracy does not improve by all of it."""
     early = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1", "callbacks.early_stopping.min_delta=1"]
-    train(*early, *FAST, "trainer.max_epochs=5", "logger=csv", "hydra.run.dir=early")
+    train(*early, *FAST, "model.blocks=1", "model.width=4", "trainer.max_epochs=5", "logger=csv", "hydra.run.dir=early")
     said = capsys.readouterr().out
     assert "Trained as a pipeline of 3 stages, 4 minibatches in flight" in said
     for label in ("samples per second", "test accuracy"):

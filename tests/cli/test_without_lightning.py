@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe.planning.plan.profile_file import save
-from tests.cli.test_plan import PROFILE
+from tests.cli.test_plan import FEW, PROFILE
 from tests.support import forks
 
 PROGRAM = """
 import sys
+from pytest import MonkeyPatch
 from lightning_hetpipe.cli import start_up
+from tests.support.composing import compose_once
 
+compose_once(MonkeyPatch())
 name = sys.argv[0].partition("-")[2]
 try:
     getattr(start_up, name)()
@@ -24,7 +27,7 @@ finally:
 
 def run(program: str, *arguments: str, folder: Path) -> tuple[int, str, str]:
     start = f"import sys; sys.argv[0] = 'hetpipe-{program}'\n{PROGRAM}"
-    ended = forks.run("-c", start, *arguments, loaded="libraries", cwd=folder)
+    ended = forks.run("-c", start, *arguments, loaded="commands", cwd=folder)
     assert ended.stdout.endswith("loaded:\n"), ended.stdout + ended.stderr
     return ended.returncode, ended.stdout, ended.stderr
 
@@ -89,7 +92,7 @@ def test_help(program: str, tmp_path: Path) -> None:
     "devices", ["devices=[RTX-3090,V100-16]", "cluster=mixed_box", "cluster=paper strategy.allocation=np"]
 )
 def test_a_plan_from_a_profile(devices: str, tmp_path: Path) -> None:
-    save(PROFILE, tmp_path / "p.json")
+    save(FEW, tmp_path / "p.json")
     code, said, error = run("plan", "profile=p.json", *devices.split(), folder=tmp_path)
     assert code == 0, error
     assert "plan.json" in said

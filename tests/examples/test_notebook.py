@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ast
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lightning_hetpipe import demo
 
 NOTEBOOK: dict[str, Any] = json.loads((Path(__file__).parents[2] / "examples" / "timeline.ipynb").read_text())
 CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
@@ -34,7 +37,9 @@ def shown(value: Any) -> bytes | str | None:
 
 
 def test_the_cells_run_and_show_the_report_and_the_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a smaller network, whose layers are found and computed sooner."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "ResNet", partial(demo.ResNet, width=4, blocks=1))
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     names: dict[str, Any] = {"__name__": "__main__"}

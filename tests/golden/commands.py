@@ -49,6 +49,7 @@ def run(program: str, arguments: list[str], place: Place) -> None:
     place.patch.setattr(device_placement, "all_devices", list)  # whatever this machine has
     place.patch.delitem(sys.modules, "users_model", raising=False)
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is
+    quiet.append("hydra.output_subdir=null")  # no case reads the files of Hydra's
     place.patch.setattr(sys, "argv", [f"hetpipe-{program}", *arguments, *quiet])
     mains[program]()
 

@@ -49,6 +49,7 @@ class _Module:
     path: Path
     tree: ast.Module
     functions: dict[str, Function] = field(default_factory=dict)
+    classes: list[ast.ClassDef] = field(default_factory=list)
     calls: list[tuple[str, ast.Call]] = field(default_factory=list)
     imported: set[str] = field(default_factory=set)
 
@@ -62,6 +63,8 @@ class _Module:
                 name = f"{function}.{child.name}".lstrip(".")
                 if isinstance(child, Function):
                     self.functions[name] = child
+                else:
+                    self.classes.append(child)
             elif isinstance(child, ast.Call):
                 self.calls.append((function, child))
             elif isinstance(child, ast.ImportFrom):
@@ -96,8 +99,7 @@ def _calls(modules: list[_Module]) -> list[_Call]:
     bases = {
         node.name: {part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "") for part in node.bases}
         for module in modules
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ClassDef)
+        for node in module.classes
     }
     while more := {name for name, own in bases.items() if own & classes} - classes:
         classes |= more

@@ -52,6 +52,7 @@ def anchors_of(text: str) -> set[str]:
 def test_a_model_of_ones_own_trains_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """For two of its five epochs."""
     files = files_of(GUIDE)
     assert set(files) == {"my_model.py", "mine/experiment/mine.yaml"}
     for path, code in files.items():
@@ -62,7 +63,7 @@ def test_a_model_of_ones_own_trains_from_the_command_line(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is
-    monkeypatch.setattr(sys, "argv", ["hetpipe-train", *command.split(), *quiet])
+    monkeypatch.setattr(sys, "argv", ["hetpipe-train", *command.split(), *quiet, "trainer.max_epochs=2"])
     main()
     del sys.modules["my_model"]
     said = capsys.readouterr().out

@@ -20,7 +20,8 @@ from tests.support import forks
 CHECKOUT = Path(__file__).parents[2]
 SOURCES = ["pyproject.toml", "README.md", "LICENSE", "lightning_hetpipe", "conf"]
 SHORT = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "callbacks.progress_bar=null"]
-SHORT += ["trainer.enable_progress_bar=false"]
+SHORT += ["trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.enable_progress_bar=false"]
+SHORT += ["model.blocks=1", "model.width=4"]
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -1,9 +1,10 @@
 """Memory that tensors have let go of stays in the process."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.support import forks
 
 PROGRAM = """
 import resource, sys, threading
@@ -33,10 +34,9 @@ thread.join()
 
 
 def faults(how: str) -> int:
-    found = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=120, check=True
-    )
-    return int(found.stdout)
+    ran = forks.run("-c", PROGRAM, how, loaded="libraries")
+    assert ran.returncode == 0, ran.stderr
+    return int(ran.stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="page faults of one thread are counted by Linux alone")

@@ -46,14 +46,18 @@ CAPTURE = "torch.export._trace"
 
 OURS = {
     "host": ["lightning_hetpipe.hosts.stage_host"],
+    "commands": [
+        *(f"lightning_hetpipe.cli.hetpipe_{name}" for name in ("train", "plan", "server")),
+        "tests.support.composing",
+    ],
     "lightning": [
         "lightning_hetpipe.strategy.virtual_workers",
         "lightning_hetpipe.strategy.hetpipe_strategy",
         "tests.exact.running",
     ],
 }
-"""Modules of the package that a host or a fit begins with, by server. They load all others that it needs. Loading takes
-half of the time of a short program."""
+"""Modules of the package that a host, a command or a fit begins with, by server. They load all others that it needs.
+Loading takes half of the time of a short program."""
 
 LONGEST = 1 << 17
 """Bytes of a message with the arguments and the environment of a program."""
@@ -81,14 +85,15 @@ _asking = threading.Lock()
 
 
 def serve() -> None:
-    """Start the fork servers: two without and one with Lightning. Where ours is loaded already there are none."""
+    """Start the fork servers: three without and one with Lightning. Where ours is loaded already there are none."""
     if "lightning_hetpipe" in sys.modules:
         return
     for library in LIBRARIES:
         import_module(library)
     if "lightning" not in sys.modules:
         _start("libraries")
-        _start("host", OURS["host"])
+        for name in ("host", "commands"):
+            _start(name, OURS[name])
     import_module("lightning")
     import_module(CAPTURE)
     _start("lightning", OURS["lightning"])
@@ -115,8 +120,8 @@ class Popen(subprocess.Popen[Any]):
     as under the mutation check, which has loaded Lightning.
 
     Args:
-        loaded: "lightning", "libraries" or "host". The last two lack Lightning, torchmetrics and lightning_utilities,
-            and "libraries" lacks the package.
+        loaded: "lightning", "libraries", "host" or "commands". The last three lack Lightning, torchmetrics and
+            lightning_utilities, and "libraries" lacks the package.
         starting: How many generations of programs that it starts, by ``subprocess.Popen``, are forks as well.
         network: The name of the network namespace that it runs in; by default the starter's namespace.
     """
