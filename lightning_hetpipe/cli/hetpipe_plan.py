@@ -88,7 +88,7 @@ def run(config: DictConfig) -> float | None:
     plan_inputs.check(config)
     given, cluster = plan_inputs.given_profile(config), plan_inputs.cluster_of(config)
     plan_inputs.refuse_unknown(config, cluster, given)
-    check_stages(plan_inputs.given_stages(config), len(cluster.slots), "device")
+    check_stages(plan_inputs.given_stages(config), len(cluster.slots))
     wsp, allocation = config_checks.synchronisation(config), plan_inputs.allocation_of(config, cluster)
     plan_inputs.check_targets(config, measured=given is None)
     measured, optimizer, policies = plan_inputs.profile_of(config, given)

@@ -89,10 +89,10 @@ def run_server(config: DictConfig) -> None:
     """
     config_checks.check(config, SERVER, needs=("service",))
     security = _security_of(config)
-    config_checks.check_targets(config)  # with torch, so after all that is ours
     if config.command == STATUS:
         print(laid_out(ask(config.address, security, config.timeout)))
         return
+    config_checks.check_targets(config)  # with torch
 
     def served(security: Security, ready: Ready) -> int:
         from lightning_hetpipe.server.process.server_process import serve

@@ -53,7 +53,11 @@ def run(program: str, *arguments: str, folder: Path) -> tuple[int, str, str]:
         ("plan", ["profile=p.json", "devices=[T4]", "optimizer=adamm"], "adamm"),
         ("plan", ["experiment=digits", "devices=[T5]"], "devices=[T5] is neither a device of this machine (cpu"),
         ("plan", ["experiment=digits", "devices=[T4]", "optimizer=adamm"], "adamm"),
-        ("plan", ["experiment=digits", "cluster=lab"], "cluster has the device 'mine', which is neither a device of"),
+        (
+            "plan",
+            ["experiment=digits", "cluster=mixed_box", "cluster.nodes.0.devices=[mine]"],
+            "cluster has the device 'mine', which is neither a device of",
+        ),
         ("plan", ["experiment=digits", "cluster=paper", "strategy.wsp.shares=[1,2]"], "strategy.wsp.shares=[1, 2] is"),
         ("plan", ["profile=p.json", "devices=[T4]", "strategy.stages=[1,2]"], "strategy.stages=[1, 2] is for several"),
         (

@@ -256,6 +256,7 @@ ALIKE = [  # those above again, of other settings; each composes a configuration
     command("plan", [*T4, "link.much=1"], "link.much", "", "bandwidth", "latency"),
     command("plan", [*P, "devices=[{name: T4, memory: 24}]"], "memory", "24", "did you mean '24 GiB'"),
     command("plan", [*T4, "strategy.split=maybe"], "strategy.split", "maybe", "true, false", "'auto'"),
+    command("server", ["stattus"], "stattus", "", "serve or status"),
     command("server", ["command=sing"], "command", "sing", "'serve'", "'status'"),
     command("server", ["status", "timeout=0"], "timeout", "0", "at least 0.001"),
     command("server", ["security.token=abc"], "security.token", "", "HETPIPE_TOKEN"),

@@ -176,7 +176,7 @@ def test_with_a_given_number_of_stages_it_is_the_best_of_all_that_have_so_many(
 
 def test_more_stages_than_there_are_devices_cannot_be_planned() -> None:
     profile, cluster = even()
-    with pytest.raises(SettingError, match="stages=4 cannot be planned for 3 devices: each stage needs one;"):
+    with pytest.raises(SettingError, match="stages=4 cannot be planned for 3 devices and 12 layers"):
         best_plan(PlanningProblem(profile, cluster, stages=4))
 
 

@@ -52,8 +52,7 @@ def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: 
             ``every`` is too small for the weight policy at ``in_flight``.
     """
     devices = len(problem.slots)
-    check_stages(problem.stages, devices, "device")
-    check_stages(problem.stages, len(problem.profile.layers), "layer")
+    check_stages(problem.stages, devices, len(problem.profile.layers))
     if in_flight is not None:
         problem.versions(in_flight).check()
     search = _Search(problem)
@@ -64,12 +63,14 @@ def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: 
     return search.at((fewer and search.most(in_flight)) or in_flight)
 
 
-def check_stages(stages: int | None, most: int, each: str) -> None:
-    """Raise SettingError for more ``stages`` than there are devices or layers, which ``each`` names."""
+def check_stages(stages: int | None, devices: int, layers: int | None = None) -> None:
+    """Raise SettingError for more ``stages`` than there are devices, or layers if these are known."""
+    most = min(filter(None, (devices, layers)))
     if stages is not None and not 1 <= stages <= most:
+        each = f"{devices} devices" + (f" and {layers} layers" if layers else "")
         raise SettingError(
-            f"stages={stages} cannot be planned for {most} {each}{'s' * (most != 1)}: each stage needs one; set at most"
-            f" {most}"
+            f"stages={stages} cannot be planned for {each}: each stage needs one of {'both' if layers else 'them'}; set"
+            f" at most {most}"
         )
 
 
