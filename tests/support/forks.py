@@ -46,14 +46,18 @@ CAPTURE = "torch.export._trace"
 """Module of torch that a first ``torch.export`` loads, with hundreds of others."""
 
 OURS = {
-    "host": ["lightning_hetpipe.hosts.stage_host"],
+    "host": ["lightning_hetpipe.hosts.stage_host", "lightning_hetpipe.cli.hetpipe_server"],
     "lightning": [
         "lightning_hetpipe.strategy.virtual_workers",
         "lightning_hetpipe.strategy.hetpipe_strategy",
+        "lightning_hetpipe.server.transport.grpc_channel",
+        "lightning_hetpipe.server.transport.grpc_server",
         "tests.exact.running",
+        "tests.wsp.worker",
+        "tests.hosts.test_other_machines",
     ],
 }
-"""Modules of the package that a host or a fit begins with, by server. They load all others that it needs. Loading takes
+"""Modules that a host or a fit begins with, by server. They load all other modules that a program needs. Loading takes
 half of the time of a short program."""
 
 LONGEST = 1 << 17
