@@ -13,7 +13,7 @@ from tests.wsp.launch import Job, run_all
 from tests.wsp.test_exact import check, expected
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "resnet": ("resnet", {"validate": True, "trainer": {"val_check_interval": 2}}, {"cuts": [2, 4]}),
+    "resnet": ("resnet", {"even": True, "validate": True, "trainer": {"val_check_interval": 2}}, {"cuts": [2, 4]}),
     "dropout": ("transformer", {}, {}),
     "clipped": ("mlp", {"trainer": {"gradient_clip_val": 0.1}}, {"clip_norm": 0.1}),
     "tied": ("tied", {}, {}),

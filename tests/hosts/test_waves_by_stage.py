@@ -194,7 +194,7 @@ def server(address: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HETPIPE_TOKEN": "one"},
-        loaded="libraries",
+        loaded="host",
     )
     try:
         assert process.stdout is not None

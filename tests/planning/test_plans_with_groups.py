@@ -219,6 +219,18 @@ def test_a_stage_begins_behind_a_run_that_it_would_part() -> None:
     assert divided(found) == {"net.columns": (32, 32)}
 
 
+def test_a_stage_that_would_begin_with_a_runs_rows_begins_behind_the_run() -> None:
+    """The search without groups would have the rows at the second stage's begin, as light layers follow them."""
+    layers = [LayerBytes(name, 1, 1, 1) for name in ("columns", "between", "rows", "light", "lighter", "head")]
+    widths = {0: LayerWidths(0, {"net.columns": 16}), 1: LayerWidths(0), 2: LayerWidths(0, sums=True)}
+    times = [Times(1e-5, 2e-5), Times(1e-5, 2e-5), Times(0.04, 0.08), *[Times(1e-5, 2e-5)] * 3]
+    profile = Profile("mlp", 1, layers, {"gpu": times}, {}, widths=widths)
+    box = Cluster([Node("box", ["3xgpu"], Link("1 TB/s"))])
+    found = plan_with_groups(PlanningProblem(profile, box, stages=2), 3)
+    assert found.rate > 1.9 * best_plan(PlanningProblem(profile, box, stages=2), 3).rate
+    assert divided(found) == {"net.columns": (8, 8)}
+
+
 def test_members_have_room_for_rows_and_gradients() -> None:
     """The second has a part of both layers in each version, the gradients of these, the whole sum of rows with its
     gradient, and a part of what is kept, likewise; the first one a copy of its rows, and its part of the output."""

@@ -23,11 +23,12 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Job, Found]
 
     And a third, which goes on from the end of the first one's first epoch, with modules that are on meta until then.
     """
-    words = Job(tmp_path_factory.mktemp("words"), "transformer", (6, 6), more={"saves": {"every_n_train_steps": 3}})
+    words = Job(tmp_path_factory.mktemp("words"), "transformer", (6, 6))
+    words.more = {"saves": {"every_n_train_steps": 3}, "even": True}
     images = Job(tmp_path_factory.mktemp("images"), "resnet", (5, 4), in_flight=2)
     images.more = {"saves": {"every_n_train_steps": 2}, "trainer": {"max_epochs": 1}, "wsp": {"wave": 3}}
     again = Job(tmp_path_factory.mktemp("again"), "transformer", (6, 6))
-    again.more = {"resume": str(words.folder / "step=6.ckpt"), "saves": {"every_n_train_steps": 3}, "on_meta": True}
+    again.more = {**words.more, "resume": str(words.folder / "step=6.ckpt"), "on_meta": True}
     return words, images, run_all(words, images, again)
 
 
@@ -120,7 +121,7 @@ def test_resuming(
     for step in (3, 6):
         job = Job(tmp_path / str(step), "transformer", (6,) * workers, stages, in_flight)
         job.folder.mkdir()
-        job.more = {"resume": str(words.folder / f"step={step}.ckpt")}
+        job.more = {"even": True, "resume": str(words.folder / f"step={step}.ckpt")}
         jobs.append(job)
     for job, step, found in zip(jobs, (3, 6), run_all(*jobs), strict=True):
         check_resumed(job, step, found, [run.states[step].optimizer for run in runs] if workers == 2 else None)

@@ -21,7 +21,8 @@ def expected(job: Job, wave: int, epochs: int = 2, **options: Any) -> list[Run]:
 
 
 def all_batches(job: Job) -> list[list[Any]]:
-    return [list(data_of(job.task, i, length)) for i, length in enumerate(job.lengths)]
+    even = job.more.get("even", False)
+    return [list(data_of(job.task, i, length, even=even)) for i, length in enumerate(job.lengths)]
 
 
 def together(job: Job, wave: Any, data: list[list[Any]], **options: Any) -> list[Run]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations, islice, pairwise, permutations, product
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Node
 from lightning_hetpipe.planning.model.divided_stage import DividedStage, group_times
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
-from lightning_hetpipe.planning.model.profile import LayerWidths, Profile
+from lightning_hetpipe.planning.model.profile import LayerWidths, Profile, layers_of_runs
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
@@ -26,6 +26,9 @@ WORTH = 1.03
 RETRIES = 3
 """Number of attempts in which members that lack memory get less work. Without retries, a plan for two equal devices of
 which one holds a part of the weights is 6% slower (``test_a_member_has_no_more_than_its_memory``)."""
+
+MOST_WAYS = 64
+"""Number of plans that are compared if a stage begins within a run: all plans of three stages, of which two do."""
 
 Parts = tuple[tuple[DeviceSlot, ...], ...]
 """Devices of each group. Most groups have one device."""
@@ -116,16 +119,36 @@ def _best(
 ) -> Estimate:
     """Return the best plan of these groups. Runs of layers that its stages cut have the times of their parts.
 
-    The search itself takes each part of a run as divisible.
+    The search itself takes each part of a run as divisible. If stages that begin within runs lose by that, they
+    may begin before or behind these runs, and in another order of the groups.
     """
     joined = _Joined(problem, parts, most, shares)
     found = best_plan(joined.problem, in_flight)
-    first = [stage.first for stage in found.stages]
-    if (profile := _cut(problem.profile, first)).widths != problem.profile.widths:
-        joined = _Joined(replace(problem, profile=profile), parts, most, shares)
-        again = joined.problem.estimate([stage.slot for stage in found.stages], first, found.in_flight)
-        found = replace(again, idle=found.idle, reasons=found.reasons, advise=found.advise)
-    return joined.apart(found)
+    first = tuple(stage.first for stage in found.stages)
+    if _cut(problem.profile, first).widths == problem.profile.widths:
+        return joined.apart(found)
+    slots = tuple(stage.slot for stage in found.stages)
+    orders = [slots] if problem.ordered else permutations(slots)
+    plans = list[Estimate]()
+    ways = ((order, splits) for order in orders for splits in _beside_runs(problem.profile, first))
+    for order, splits in islice(ways, MOST_WAYS):
+        joined = _Joined(replace(problem, profile=_cut(problem.profile, splits)), parts, most, shares)
+        again = joined.problem.estimate(order, splits, found.in_flight)
+        plans.append(joined.apart(replace(again, idle=found.idle, reasons=found.reasons, advise=found.advise)))
+        if again.rate >= found.rate and again.fits:
+            break
+    return max(plans, key=lambda plan: (plan.fits, plan.rate))
+
+
+def _beside_runs(profile: Profile, splits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield ``splits``, and the ways to begin stages before or behind the runs that ``splits`` part."""
+    widths = profile.widths
+    ends = {widths[layers[0]].run: layers[-1] + 1 for layers in layers_of_runs(widths, widths)}
+    runs = [widths[split].run if split in widths else split for split in splits]
+    options = [(split,) if run == split else (split, run, ends[run]) for split, run in zip(splits, runs, strict=True)]
+    for each in product(*options):
+        if all(one < other for one, other in pairwise((*each, len(profile.layers)))):
+            yield each
 
 
 class _Joined:
