@@ -82,6 +82,7 @@ NAMES = [  # settings that nothing reads
     command("plan", [*T4, "link={bandwith: 1 GB/s}"], "link.bandwith", "", "did you mean link.bandwidth?"),
     command("plan", [*P, "cluster=mixed_box", "+cluster.nodez=3"], "cluster.nodez", "", "did you mean cluster.nodes?"),
     command("host", ["adress=1"], "adress", "", "did you mean address?"),
+    command("server", ["stattus"], "stattus", "", "serve or status"),
 ]  # fmt: skip
 
 VALUES = [  # of the wrong type or size
@@ -256,7 +257,6 @@ ALIKE = [  # those above again, of other settings; each composes a configuration
     command("plan", [*T4, "link.much=1"], "link.much", "", "bandwidth", "latency"),
     command("plan", [*P, "devices=[{name: T4, memory: 24}]"], "memory", "24", "did you mean '24 GiB'"),
     command("plan", [*T4, "strategy.split=maybe"], "strategy.split", "maybe", "true, false", "'auto'"),
-    command("server", ["stattus"], "stattus", "", "serve or status"),
     command("server", ["command=sing"], "command", "sing", "'serve'", "'status'"),
     command("server", ["status", "timeout=0"], "timeout", "0", "at least 0.001"),
     command("server", ["security.token=abc"], "security.token", "", "HETPIPE_TOKEN"),

@@ -62,8 +62,8 @@ OURS = {
         "tests.hosts.test_other_machines",
     ],
 }
-"""Modules that a host, a command or a fit loads, by server; Lightning loads omegaconf to save a checkpoint. They load all
-other modules that a program needs. Loading takes half of the time of a short program."""
+"""Modules that a host, a command or a fit loads, by server. Lightning loads omegaconf to save a checkpoint. They load
+all others that a program needs. Loading takes half of the time of a short program."""
 
 LONGEST = 1 << 17
 """Bytes of a message with the arguments and the environment of a program."""
