@@ -33,6 +33,7 @@ from benchmarks import (
 )
 from benchmarks.harness import Options, Outcome
 from benchmarks.prediction_costs import PREDICTION_COSTS
+from benchmarks.stage_steps import STAGE_STEPS
 from benchmarks.timeline_costs import TIMELINE_COSTS
 
 BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
@@ -56,7 +57,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     several_nodes.NAME: several_nodes.run,
     ed_local.NAME: ed_local.run,
     placed.NAME: placed.run,
-    **{turns.name: turns.run for turns in (TIMELINE_COSTS, PREDICTION_COSTS)},
+    **{turns.name: turns.run for turns in (TIMELINE_COSTS, PREDICTION_COSTS, STAGE_STEPS)},
 }
 
 

@@ -255,7 +255,7 @@ def timings(accelerator: str, turns: int, *, small: bool) -> list[Part]:
     """A part for each model: its variants by turns in one process."""
     parts = []
     for (title, task), limit in zip(TITLES.items(), (110, 60, 170, 100), strict=True):
-        own = replace(tiny(task) if small else task, accelerator=accelerator, adam=True)
+        own = replace(tiny(task) if small else task, accelerator=accelerator, optimizer="adamw")
         tasks = json.dumps({name: asdict(variant) for name, variant in variants(own).items()})
         times = 1 if task.model == "gpt2" else turns
         parts.append(Part(title, (sys.executable, "-m", WORKER, "turns", tasks, str(times)), limit, "turns"))

@@ -11,7 +11,9 @@ from benchmarks.harness import Options, Outcome, Process, in_rounds, run_alone, 
 from benchmarks.training_task import WORKER, Task
 from benchmarks.turns import TIMEOUT, Pair, Turns, shortened
 
-PLAIN = Task("plain", model="gpt", layers=8, width=16, batch=1, adam=True, warmup=30, steps=120, tail=5, turns=8)
+PLAIN = Task(
+    "plain", model="gpt", layers=8, width=16, batch=1, optimizer="adamw", warmup=30, steps=120, tail=5, turns=8
+)
 """A GPT whose kernels are short, so that Python is what a minibatch costs."""
 
 

@@ -22,7 +22,7 @@ PREDICTION_COSTS = Turns(
     [
         pair("a spectrain, SGD with momentum", "spectrain", STASHED),
         pair("b pipeoptim, SGD with momentum", "pipeoptim", STASHED),
-        pair("c xpipe, AdamW", "xpipe", replace(STASHED, adam=True)),
+        pair("c xpipe, AdamW", "xpipe", replace(STASHED, optimizer="adamw")),
     ],
     "speed with predicted weights over stashed ones",
     0.95,

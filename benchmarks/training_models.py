@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from benchmarks.training_task import ModelName, Task
+from benchmarks.training_task import ModelName, OptimizerName, Task
 
 Pair = tuple[Tensor, Tensor]
 
@@ -25,14 +25,14 @@ class Model:
         loss: Of its output and the targets.
         halves: Cuts it for a pipeline of two processes, as evenly as its layers allow; their optimizer sees to each.
             None if no benchmark cuts the model.
-        optimizer: Of its parameters, or of those of a half.
+        optimizer: Of its parameters, or of those of a half, if the task names none.
     """
 
     net: Callable[[Task], nn.Module]
     samples: Callable[[Task, int, Generator], Pair]
     loss: Callable[[Tensor, Tensor], Tensor]
     halves: Callable[[Any], tuple[nn.Module, nn.Module]] | None
-    optimizer: Callable[[Task, Iterator[nn.Parameter]], torch.optim.Optimizer]
+    optimizer: OptimizerName
 
 
 def mlp(task: Task) -> nn.Sequential:
@@ -230,23 +230,34 @@ def cut_at(share: float) -> Callable[[nn.Sequential], tuple[nn.Module, nn.Module
     return halves
 
 
-def sgd(task: Task, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return adamw(task, parameters) if task.adam else torch.optim.SGD(parameters, lr=0.01, momentum=task.momentum)
+def optimizer_of(task: Task, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of ``task``."""
+    match task.optimizer or MODELS[task.model].optimizer:
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=0.01, momentum=task.momentum)
+        case "adamw":  # A low first beta, as staleness is momentum enough; the same for all.
+            return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.5, 0.95))
+        case "soap":
+            from pytorch_optimizer import SOAP
 
+            return SOAP(parameters, lr=1e-3)
+        case "muon":
+            from pytorch_optimizer import Muon
 
-def adamw(task: Task, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    # A low first beta, as staleness is momentum enough; the same for all.
-    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.5, 0.95))
+            weights = [*parameters]
+            matrices = [each for each in weights if each.ndim >= 2]
+            others = [each for each in weights if each.ndim < 2]
+            return Muon([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}], lr=1e-3)
 
 
 MODELS: Mapping[ModelName, Model] = {
-    "mlp": Model(mlp, vectors, functional.mse_loss, cut_at(0.5), sgd),
-    "resnet": Model(resnet, images, functional.cross_entropy, cut_at(0.5), sgd),
-    "gpt": Model(gpt, texts, of_each_word, cut_at(0.5), adamw),
-    "words": Model(word_gpt, long_texts, of_each_word, cut_at(0.5), adamw),
-    "gpt2": Model(gpt2, long_texts, of_each_word, None, adamw),
-    "resnet50": Model(resnet50, pictures, functional.cross_entropy, None, sgd),
-    "bert": Model(bert, sentences, functional.cross_entropy, bert_halves, adamw),
+    "mlp": Model(mlp, vectors, functional.mse_loss, cut_at(0.5), "sgd"),
+    "resnet": Model(resnet, images, functional.cross_entropy, cut_at(0.5), "sgd"),
+    "gpt": Model(gpt, texts, of_each_word, cut_at(0.5), "adamw"),
+    "words": Model(word_gpt, long_texts, of_each_word, cut_at(0.5), "adamw"),
+    "gpt2": Model(gpt2, long_texts, of_each_word, None, "adamw"),
+    "resnet50": Model(resnet50, pictures, functional.cross_entropy, None, "sgd"),
+    "bert": Model(bert, sentences, functional.cross_entropy, bert_halves, "adamw"),
 }
 
 

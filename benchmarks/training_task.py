@@ -10,6 +10,7 @@ WORKER = "benchmarks.training_worker"
 Variant = Literal["plain", "strategy", "ddp", "schedule_1f1b"]
 ModelName = Literal["mlp", "resnet", "gpt", "bert", "words", "gpt2", "resnet50"]
 """See benchmarks.training_models."""
+OptimizerName = Literal["sgd", "adamw", "soap", "muon"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Task:
     """The Trainer's."""
     momentum: float = 0.9
     """Momentum of SGD."""
-    adam: bool = False
-    """True if models train with AdamW that else train with SGD."""
+    optimizer: OptimizerName | None = None
+    """None for the model's own."""
     warmup: int = 10
     steps: int = 30
     tail: int = 10
@@ -56,6 +57,8 @@ class Task:
     """For "strategy": seconds that the forward and the backward of each stage take; empty for as long as they do."""
     weights: str | None = None
     """For "strategy": the weight policy; None for its default."""
+    stage_steps: bool | None = None
+    """For "strategy": whether stages step their own weights; None to time both ways, as users have it."""
     recompute: bool = False
     """For "strategy": whether forwards are computed again for their backwards."""
     compile: bool = False

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.folder_profile import FolderProfile
 from benchmarks.harness import Measurement, announce, wait_for_others
-from benchmarks.training_models import MODELS, Pair, build
+from benchmarks.training_models import MODELS, Pair, build, optimizer_of
 from benchmarks.training_task import WORKER, Task, Variant
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def run_in(
             return build_loader(task, self.trainer.global_rank)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return model.optimizer(task, self.net.parameters())
+            return optimizer_of(task, self.net.parameters())
 
     class Stopwatch(L.Callback):
         def on_train_batch_end(
@@ -225,6 +226,7 @@ def train_with_strategy(task: Task) -> Iterator[Measurement]:
     """Variant "strategy": the same with a HetPipeStrategy."""
     from lightning_hetpipe import HetPipeStrategy, WSPCallback
     from lightning_hetpipe.emulation import Pad
+    from lightning_hetpipe.run.stage_steps import StageSteps
     from tests.support.padding import padded
 
     # The mean, as DDP's: with the sum, the learning rate of this variant would be another one.
@@ -241,7 +243,9 @@ def train_with_strategy(task: Task) -> Iterator[Measurement]:
         **policy,
     )
     metrics = collected_metrics() if task.workers > 1 else None
-    with padded(strategy, [Pad(*pad) for pad in task.pads]) if task.pads else nullcontext() as emulation:
+    divides = StageSteps.divides if task.stage_steps is None else lambda _: task.stage_steps
+    pads = padded(strategy, [Pad(*pad) for pad in task.pads]) if task.pads else nullcontext()
+    with patch.object(StageSteps, "divides", divides), pads as emulation:
         watch = Window(task, cpu_seconds=with_helpers if task.workers > 1 else time.process_time)
         window = run(task, strategy, watch, metrics)
     report = strategy.last_run
@@ -307,7 +311,7 @@ def train_with_schedule_1f1b(task: Task) -> Iterator[Measurement]:
     assert kind.halves is not None, task.model
     for microbatches in task.microbatches:
         part = kind.halves(build(task))[task.rank]
-        optimizer = kind.optimizer(task, part.parameters())
+        optimizer = optimizer_of(task, part.parameters())
         stage = PipelineStage(part, stage_index=task.rank, num_stages=2, device=torch.device("cpu"))
         schedule = Schedule1F1B(stage, n_microbatches=microbatches, loss_fn=kind.loss)
         window = Window(task)

@@ -145,7 +145,7 @@ def _any_differ(one: Tensor, other: Tensor) -> Tensor:
     """Return whether elements differ. Large tensors are compared part by part, so that this takes little memory."""
     if one.numel() <= _PART or not (one.is_contiguous() and other.is_contiguous()):
         return _differ(one, other).any()
-    parts = zip(one.view(-1).split(_PART), other.view(-1).split(_PART), strict=True)
+    parts = zip(torch.split(one.view(-1), _PART), torch.split(other.view(-1), _PART), strict=True)
     return torch.stack([_differ(*each).any() for each in parts]).any()
 
 

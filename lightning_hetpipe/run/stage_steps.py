@@ -74,7 +74,7 @@ class StageSteps(AroundStep):
         if any(each.is_secret for each in self.around):
             yield
             return
-        owners = self._owners() if self._divides() else {}
+        owners = self._owners() if self.divides() else {}
         started = perf_counter()
         with self._stepped(owners), self.engine.computing():
             yield
@@ -82,7 +82,7 @@ class StageSteps(AroundStep):
             self._seconds[self._steps // TIMED % 2] += perf_counter() - started
         self._steps += 1
 
-    def _divides(self) -> bool:
+    def divides(self) -> bool:
         """Return True if stages are to step now."""
         if not self._may_divide or self._steps < 0:
             return False

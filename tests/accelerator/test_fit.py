@@ -52,7 +52,7 @@ def test_gradients_are_added_in_order_across_devices(accelerator: TestAccelerato
 
 def test_stages_step_their_own_weights(accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the streams of the stages: the accelerator refuses a step without the waits before and after it."""
-    monkeypatch.setattr(StageSteps, "_divides", lambda self: True)
+    monkeypatch.setattr(StageSteps, "divides", lambda self: True)
     task, loader = mlp(ADAMW), vectors(24, 4)
     expected = expect(task, loader, 3)
     assert_equal(expected, fit(task, loader, strategy=even(7, 4, 3), accelerator=accelerator, devices=4))

@@ -160,6 +160,8 @@ def test_the_timeline_is_recorded_where_it_is_said_to_be() -> None:
 @pytest.mark.slow
 def test_weights_are_predicted_where_they_are_said_to_be() -> None:
     """After so few minibatches losses differ a little."""
-    task = Task("strategy", layers=4, width=8, batch=8, warmup=4, steps=4, tail=2, turns=1, weights="stash", adam=True)
+    task = Task(
+        "strategy", layers=4, width=8, batch=8, warmup=4, steps=4, tail=2, turns=1, weights="stash", optimizer="adamw"
+    )
     found = measure(Pair("tiny", task, replace(task, weights="xpipe")))
     assert found.off.loss != found.on.loss

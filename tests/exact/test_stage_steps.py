@@ -69,7 +69,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         step(self, groups)
 
     monkeypatch.setattr(StageSteps, "_step", noted)
-    monkeypatch.setattr(StageSteps, "_divides", lambda self: steps_by_weight(self.optimizer))
+    monkeypatch.setattr(StageSteps, "divides", lambda self: steps_by_weight(self.optimizer))
     return found
 
 
@@ -139,7 +139,7 @@ def test_the_faster_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         engine: Any = SimpleNamespace(computing=nullcontext, stages=[])
         steps = StageSteps(engine, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), ())
         for _ in range(50):
-            divided.append(steps._divides())
+            divided.append(steps.divides())
             with steps.stepping():
                 now[0] += seconds if divided[-1] else 1.0
         assert divided == [False] * 11 + ([True] * 10 + [False] * 10 + [True] * 10) + [goes_on] * 9
