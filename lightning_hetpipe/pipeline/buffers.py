@@ -53,7 +53,7 @@ class Buffers:
 
     def __init__(self, layers: Sequence[nn.Module], in_flight: int, device: torch.device) -> None:
         self._device = device
-        self._names = [_told(module, name) for module, name in places(layers)]
+        self._names = [told(module, name, "buffer") for module, name in places(layers)]
         self._shared: set[int] = set()  # buffers of which several minibatches have had one tensor
         self._asked: tuple[int, DeviceComparison] | None = None  # whether buffers were changed after a minibatch
         self._left = [[tensor_at(place).to(device, copy=True) for place in places(layers)] for _ in range(in_flight)]
@@ -168,9 +168,10 @@ class Buffers:
         )
 
 
-def _told(module: nn.Module, name: str) -> str:
+def told(module: nn.Module, name: str, kind: str) -> str:
+    """Name a tensor of ``kind``, a buffer or a weight, for an error."""
     if not isinstance(module, GraphLayer):
-        return f"the buffer {name!r} of a pipelined {type(module).__name__}"
+        return f"the {kind} {name!r} of a pipelined {type(module).__name__}"
     path = own_path(name)
     if "lifted_tensor" in path:
         return f"{module.code.named.get(name, 'a tensor')}, which a pipelined module reads,"

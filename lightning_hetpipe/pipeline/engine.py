@@ -173,6 +173,8 @@ class Engine:
         for stage in self.stages:
             stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
             stage.refuse_changes()
+        for _, stash in self._outside:
+            stash.refuse_changes()
 
     def copy_layers(self) -> None:
         """Copy the live layers anew after changes other than of weights. Called before :meth:`begin`."""

@@ -292,7 +292,8 @@ class Stage:
                 self.stash.buffer(reading).published = self._newest
 
     def refuse_changes(self) -> None:
-        """Raise as :meth:`publish` for the changes of buffers of which a device has yet to tell."""
+        """Raise as :meth:`publish` for changes that a device has yet to report."""
+        self.stash.refuse_changes()
         for runner in self._runners.values():
             runner.buffers.refuse_changes()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -161,8 +162,11 @@ def alike(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     return all(a.shape == b.shape and a.dtype == b.dtype and a.device == b.device for a, b in pairs)
 
 
-_SMALL = 1 << 20
+_SMALL = 1 << 16
 """Most bytes of a tensor that is copied to be compared with others."""
+
+_GROUP = 1 << 20
+"""Most bytes of tensors that are copied and compared at once."""
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -170,26 +174,40 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class DeviceComparison:
-    """Question to a device: which of the ``pairs`` is the first that differs? All must be :func:`alike`. The device
-    answers later, and nobody waits meanwhile. It compares all small tensors of a dtype at once, in copies of them."""
+    """Question to a device: which of the ``pairs`` differ? Tensors of a pair must be :func:`alike`. The device answers
+    later, and nobody waits meanwhile. It compares all small tensors of a dtype at once, in copies of them. If ``pairs``
+    is an iterator, one large pair is held at a time."""
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
-        for place, (one, _) in enumerate(pairs):
-            if one.numel():
-                kinds.setdefault((one.dtype, one.device, place if one.nbytes > _SMALL else -1), []).append(place)
-        self._groups = [[(place, pairs[place][0].numel()) for place in places] for places in kinds.values()]
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        small: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor, Tensor]]] = defaultdict(list)
+        self._groups: list[list[tuple[int, int]]] = []  # place and size of each tensor of a group
         self._found: list[Tensor] = []
-        for places in kinds.values():
-            one, other = (_joined([pairs[place][side].detach() for place in places]) for side in (0, 1))
-            differ = _differ(one, other)
-            first = torch.where(differ.any(), differ.byte().argmax(), -1)
-            self._found.append(torch.empty_like(first, device="cpu", pin_memory=True))
-            self._found[-1].copy_(first, non_blocking=True)
-        self._events = [torch.accelerator.current_stream(device).record_event() for _, device, _ in kinds]
+        devices: dict[torch.device, None] = {}
+        for place, (one, other) in enumerate(pairs):
+            devices[one.device] = None
+            if one.nbytes > _SMALL:
+                self._ask([(place, 1)], _any_differ(one.detach(), other.detach()).view(1))
+            elif one.numel():
+                group = small[one.dtype, one.device]
+                group.append((place, one.detach(), other.detach()))
+                if sum(each.nbytes for _, each, _ in group) > _GROUP:
+                    self._ask_together(small.pop((one.dtype, one.device)))
+        for group in small.values():
+            self._ask_together(group)
+        self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
+
+    def _ask_together(self, group: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        differ = _differ(_joined([one for _, one, _ in group]), _joined([other for *_, other in group]))
+        self._ask([(place, one.numel()) for place, one, _ in group], differ)
+
+    def _ask(self, group: list[tuple[int, int]], differ: Tensor) -> None:
+        first = torch.where(differ.any(), differ.byte().argmax(), -1)
+        self._groups.append(group)
+        self._found.append(torch.empty_like(first, device="cpu", pin_memory=True))
+        self._found[-1].copy_(first, non_blocking=True)
 
     def place(self) -> int | None:
-        """Return the place of the first pair that differs, or None. Wait for the device if it has yet to answer."""
+        """Return the place of a pair that differs, or None. Wait for the device if it has yet to answer."""
         for event in self._events:
             if not event.query():
                 event.synchronize()

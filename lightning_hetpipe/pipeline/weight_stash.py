@@ -30,11 +30,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import PipelineRefusal
-from lightning_hetpipe.pipeline.buffers import may_change, places, tensor_at
+from lightning_hetpipe.accelerator import accelerates
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
+from lightning_hetpipe.pipeline.buffers import may_change, places, tensor_at, told
 from lightning_hetpipe.pipeline.stage_messages import Flags, Move, Version
 from lightning_hetpipe.pipeline.streams import StreamEvent
-from lightning_hetpipe.pipeline.values import all_equal, unequal
+from lightning_hetpipe.pipeline.values import DeviceComparison, all_equal, unequal
 from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.modules import computing_hooks
 from lightning_hetpipe.torch_private.tensors import address_of, foreach_copy_, version_counter
@@ -43,6 +44,12 @@ Moves = Mapping[nn.Parameter, Move]
 """Expected changes of parameters by an optimizer step."""
 
 NO_MOVES: Moves = {}
+
+_COMPARED = 3
+"""Versions that are compared by value at once, so that changes through ``.data`` from the beginning are noticed."""
+
+_TURNS = 8
+"""Versions in which a device compares all frozen weights once."""
 
 
 class Live:
@@ -139,14 +146,14 @@ class VersionBuffer:
         foreach_copy_([tensor for tensor, _ in unmoved], [weights for _, weights in unmoved])
         self.flags = version.flags
 
-    def holds(self, version: Version, steps: int, frozen: Mapping[int, Tensor]) -> bool:
-        """Return True if :meth:`fill` would change nothing."""
-        if self.flags != version.flags or any(self.tensors[number] is not each for number, each in frozen.items()):
-            return False
-        return all_equal(
-            (tensor, weights.to(tensor.device) if move is None else _moved(weights, move, steps, tensor))
-            for tensor, weights, move in self._beside(version, steps)
-        )
+    def may_hold(self, version: Version, frozen: Mapping[int, Tensor]) -> bool:
+        """Return True if :meth:`fill` would change nothing but values, which :meth:`compared` gives."""
+        return self.flags == version.flags and all(self.tensors[number] is each for number, each in frozen.items())
+
+    def compared(self, version: Version, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each tensor that is not frozen with what :meth:`fill` would write into it."""
+        for tensor, weights, move in self._beside(version, steps):
+            yield tensor, weights.to(tensor.device) if move is None else _moved(weights, move, steps, tensor)
 
     def _beside(self, version: Version, steps: int) -> Iterator[tuple[Tensor, Tensor, Move | None]]:
         """Yield each tensor that is not frozen with its live weights, and their expected change."""
@@ -203,6 +210,9 @@ class VersionedLayers:
                     module.training = training
             self._bound_flags = buffer.flags
 
+    def refuse_changes(self) -> None:
+        """Raise SettingError if a device has found a change of weights that no version has."""
+
     def let_go(self) -> None:
         """Release the memory of versions in this process, even if the layers are still held."""
 
@@ -233,11 +243,20 @@ class WeightStash(VersionedLayers):
             self._make_room(buffer, self.layers if buffer is self.buffers[0] else None)
         self._newest: dict[int, VersionBuffer] = {}  # by steps, for weights that may still be the live ones
         self._counters: list[int] = []
+        self._published = 0
+        self._by_value = False  # weights have changed without their counters
+        self._asked: list[tuple[int, Sequence[int], DeviceComparison]] = []  # of versions and weights
         self._bound = self.buffers[0].tensors
         self._bound_flags = self.buffers[0].flags
 
     def publish(self, version: Version) -> list[Tensor]:
-        """Copy the live weights as ``version``, if they are needed and differ from the version before."""
+        """Copy the live weights as ``version``, if they are needed and differ from the version before.
+
+        Version counters tell which weights differ, except for changes through ``.data``. So values are compared as
+        well. On an accelerator the host would wait for that. Behind the first versions, it asks there and goes on, and
+        :meth:`refuse_changes` raises an error if the device finds a change.
+        """
+        self.refuse_changes()
         needed = set(version.needed)
         self._held = {reading: buffer for reading, buffer in self._held.items() if reading in needed}
         new = [reading for reading in version.needed if reading not in self._held]
@@ -246,14 +265,16 @@ class WeightStash(VersionedLayers):
         counters = [version_counter(each) for each in version.parameters]
         if counters != self._counters:
             self._newest.clear()
-        self._counters = counters
+        self._published += 1
         with torch.no_grad():
-            made = self._share_frozen(version)
+            made = self._share_frozen(version, counters)
+            own = [number for number, is_trained in enumerate(version.flags.requires_grad) if is_trained]
+            self._counters = counters
             for reading in new:
                 last = self._newest.get(reading.steps)
                 is_there = last is not None and last in self._held.values()
-                # Counters miss changes through ``.data``.
-                if last is None or not is_there or not last.holds(version, reading.steps, self._frozen):
+                may_hold = last is not None and is_there and last.may_hold(version, self._frozen)
+                if last is None or not may_hold or self._differ(version, own, last.compared(version, reading.steps)):
                     last = self._newest[reading.steps] = self._free()
                     if last.frozen != self._frozen.keys():
                         made += self._make_room(last)
@@ -261,20 +282,55 @@ class WeightStash(VersionedLayers):
                 self._held[reading] = last
         return made
 
-    def _share_frozen(self, version: Version) -> list[Tensor]:
+    def _share_frozen(self, version: Version, counters: Sequence[int]) -> list[Tensor]:
         """Make ``version`` and later ones share the frozen weights. Return the copies of changed frozen weights."""
         trained = version.flags.requires_grad
         if not self._frozen and all(trained):
             return []
         live = {number: each for number, each in enumerate(version.parameters) if not trained[number]}
         shared = {number: each for number, each in self._frozen.items() if number in live}
-        # By value, because counters miss changes through ``.data``.
-        changed = unequal([(tensor, live[number].to(tensor.device)) for number, tensor in shared.items()])
-        for number in [[*shared][place] for place in changed]:
+        numbers = [*shared]
+        if self._asks_later(version):
+            counted = dict(enumerate(zip(counters, self._counters, strict=True)))
+            turn = [n for n in numbers[version.number % _TURNS :: _TURNS] if counted[n][0] == counted[n][1]]
+            numbers = [number for number in numbers if counted[number][0] != counted[number][1]]
+            self._differ(version, turn, ((shared[n], live[n].to(shared[n].device)) for n in turn))
+        changed = unequal([(shared[number], live[number].to(shared[number].device)) for number in numbers])
+        for number in [numbers[place] for place in changed]:
+            self._by_value |= self._counters[number : number + 1] == [counters[number]]
             del shared[number]
         copies = {n: each.detach().to(self._device, copy=True) for n, each in live.items() if n not in shared}
         self._frozen = {**shared, **copies}
         return [*copies.values()]
+
+    def _asks_later(self, version: Version) -> bool:
+        """Return True if a device compares values while the host goes on, because so far counters have told all."""
+        return accelerates(self._device) and version.is_late and self._published > _COMPARED and not self._by_value
+
+    def _differ(self, version: Version, numbers: Sequence[int], pairs: Iterator[tuple[Tensor, Tensor]]) -> bool:
+        """Return True if tensors of ``pairs``, of the weights ``numbers``, differ. If a device answers later, return
+        False."""
+        if self._asks_later(version):
+            self._asked.append((version.number, numbers, DeviceComparison(pairs)))
+            return False
+        differ = not all_equal(pairs)
+        self._by_value |= differ
+        return differ
+
+    def refuse_changes(self) -> None:
+        asked, self._asked = self._asked, []
+        for version, numbers, comparison in asked:
+            if (place := comparison.place()) is not None:
+                raise SettingError(
+                    f"{self._told(numbers[place])} was changed through .data after minibatch {version}, which torch"
+                    " does not count, while later minibatches were in flight; change it in place under torch.no_grad(),"
+                    " without .data, or set in_flight=1"
+                )
+
+    def _told(self, number: int) -> str:
+        own = [*self._live.parameters()][number]
+        every = ((module, *each) for module in self._live.modules() for each in module.named_parameters(recurse=False))
+        return next(told(module, name, "weight") for module, name, weight in every if weight is own)
 
     def _free(self) -> VersionBuffer:
         """Return a buffer that no minibatch needs, maybe a new one if not only the optimizer changes weights."""

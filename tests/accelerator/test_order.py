@@ -18,7 +18,7 @@ from tests.exact.running import assert_same_run, fit
 from tests.exact.test_captured import CASES, made
 from tests.support.accelerator import NAME, TestAccelerator
 from tests.support.accelerator.build import extension
-from tests.support.models import CLASSES, SGD, Task, vectors, whole_batches
+from tests.support.models import CLASSES, SGD, Task, mlp, vectors, whole_batches
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -182,7 +182,7 @@ BROKEN: dict[str, tuple[Any, str, Any, str]] = {
 def test_a_fit_needs_its_waits(
     accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch, what: str, name: str
 ) -> None:
-    """Of a captured model, and of a sequence of layers."""
+    """The fits are of a captured model and of a sequence of layers."""
     holder, attribute, broken, said = BROKEN[what]
     monkeypatch.setattr(holder, attribute, broken)
     loader, layers = (vectors(16, 4), 9) if name == "norms" else CASES[name][1:]
@@ -211,6 +211,60 @@ def test_no_minibatch_makes_the_host_wait(accelerator: TestAccelerator, name: st
     fit(made(name), loader, [seen], strategy=even(layers, stages, 3), accelerator=accelerator, devices=stages)
     steady = seen.counts[len(loader) + 1 :]  # behind the first minibatch of the second epoch
     assert steady == steady[:1] * (len(loader) - 1)
+
+
+class Teaches(L.Callback):
+    """Changes the first frozen weight after each step from ``first`` on, through ``.data`` or in a way torch counts."""
+
+    def __init__(self, first: int, *, counted: bool) -> None:
+        self.first, self.counted = first, counted
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step >= self.first:
+            frozen = next(each for each in pl_module.parameters() if not each.requires_grad)
+            (frozen.detach() if self.counted else frozen.data).mul_(0.9)
+
+
+def adapted() -> Task:
+    """Seven layers, of which every second one is frozen."""
+    torch.manual_seed(7)
+    task = mlp()
+    for index in (0, 4):
+        task.net[index].requires_grad_(False)
+    return task
+
+
+@pytest.mark.parametrize("case", ["frozen", "accumulated"])
+def test_no_comparison_of_weights_makes_the_host_wait(accelerator: TestAccelerator, case: str) -> None:
+    task, every = (adapted(), 1) if case == "frozen" else (mlp(), 4)
+    seen = HostWaits()
+    loader, strategy = vectors(48, 4), even(7, 2, 3)
+    fit(task, loader, [seen], strategy=strategy, accelerator=accelerator, devices=2, accumulate_grad_batches=every)
+    steady = seen.counts[len(loader) + 1 :]
+    assert steady == steady[:1] * (len(loader) - 1)
+
+
+@pytest.mark.parametrize(("first", "counted"), [(1, False), (1, True), (6, True)])
+def test_changes_of_frozen_weights_by_callbacks(accelerator: TestAccelerator, first: int, counted: bool) -> None:
+    """Changes through ``.data`` are exact if they begin with the run: then values are compared in each step."""
+    loader, callback = vectors(40, 4), Teaches(first, counted=counted)
+    on_host = fit(adapted(), loader, [callback], strategy=even(7, 2, 3))
+    on_devices = fit(adapted(), loader, [callback], strategy=even(7, 2, 3), accelerator=accelerator, devices=2)
+    assert_same_run(on_host, on_devices)
+
+
+def test_a_late_change_through_data_is_refused(accelerator: TestAccelerator) -> None:
+    """The error comes at the latest when the device has compared all frozen weights by turns."""
+    said = "the weight 'weight' of a pipelined Linear was changed through .data after minibatch"
+    with pytest.raises(SettingError, match=said):
+        fit(
+            adapted(),
+            vectors(80, 4),
+            [Teaches(7, counted=False)],
+            strategy=even(7, 2, 3),
+            accelerator=accelerator,
+            devices=2,
+        )
 
 
 def test_a_device_answers_which_tensors_differ() -> None:

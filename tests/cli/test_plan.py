@@ -37,7 +37,7 @@ PROFILE = Profile(
 )
 
 FEW = replace(PROFILE, layers=LAYERS[:5], times={name: times[:5] for name, times in PROFILE.times.items()})
-"""Where any plan will do: a search through many layers takes a second."""
+"""Profile where any plan will do: a search through many layers takes a second."""
 
 Run = Callable[..., tuple[str, str]]
 

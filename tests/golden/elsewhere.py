@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "accelerator/test_order.py::test_a_late_change_through_data_is_refused": ("WeightStash.refuse_changes",),
     "accelerator/test_borders.py::test_a_function_that_changes_what_it_is_given": ("_Together.__torch_function__",),
     "accelerator/test_chance.py::test_other_values_than_by_rounding_are_refused": ("capture#2",),
     "accelerator/test_chance.py::test_they_are_noticed_in_a_pipeline": (
