@@ -72,13 +72,8 @@ class ClusterSimulation:
         """Return the minibatches per second of all virtual workers, without the ``first`` and the ``last`` waves.
 
         Since all virtual workers have the same number of waves, the last virtual worker to end a wave counts.
-
-        Raises:
-            ValueError: if no wave is left.
         """
         until = self.waves - last
-        if not 0 <= first < until <= self.waves:
-            raise ValueError(f"first={first} and last={last} leave none of {self.waves} waves")
         began, ended = (
             max(worker.published[wave * worker.wave - 1] if wave else 0.0 for worker in self.workers)
             for wave in (first, until)
@@ -106,15 +101,7 @@ def simulate_cluster(
         jitter: Variation of the tasks' times, see :class:`~lightning_hetpipe.planning.model.simulate.PipelineRun`. The
             factors are drawn from ``seed``, the virtual worker, the minibatch and the task.
         versions: Weight versions that minibatches use, by default the versions of weight stashing.
-
-    Raises:
-        ValueError: if a number is out of its range.
     """
-    wrong = in_flight < 1 or waves < 1 or jitter < 0 or clock_distance < 0
-    if not workers or wrong or any(not each.stages or each.wave < 1 for each in workers):
-        raise ValueError(
-            f"{len(workers)} virtual workers, Nm = {in_flight}, {waves} waves, D = {clock_distance}, jitter = {jitter}"
-        )
     run = _ClusterRun(
         workers, versions or Versions(STASH, in_flight), waves, _Network(cluster, servers), clock_distance
     )
