@@ -65,8 +65,9 @@ class Compared:
     @property
     def title(self) -> str:
         """Name to show, such as "ED local". The usual placement is left out."""
-        name = self.name if self.name in ("auto", PLACED) else self.name.upper()
-        return name if self.placement == "size" or self.name == PLACED else f"{name} {self.placement}"
+        if self.name in ("auto", PLACED):  # with whatever placement they have
+            return self.name
+        return self.name.upper() if self.placement == "size" else f"{self.name.upper()} {self.placement}"
 
 
 def compared(
@@ -110,12 +111,11 @@ class ClusterPlans:
 
     def draw(self, plan: Plan, cluster: Cluster) -> Figure:
         """Draw the plan, and beside it the rates of compared allocations. Raise SettingError without matplotlib."""
-        bars: dict[tuple[str, str], tuple[str, list[float | None]]] = {}
+        bars: dict[str, list[float | None]] = {}
         for each in self.others:
-            key = (each.name, "" if each.name == "auto" else each.placement)
-            rates = bars.setdefault(key, (each.name if each.name == "auto" else each.title, []))[1]
+            rates = bars.setdefault(each.title, [])
             rates.append(each.found.rate if each.found is not None and each.found.fits else None)
-        return draw_cluster(plan, cluster, [*bars.values()])
+        return draw_cluster(plan, cluster, bars)
 
 
 def cluster_plans(
