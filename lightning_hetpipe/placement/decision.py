@@ -101,14 +101,12 @@ def without_gain(apart: TakenApart, pieces: Sequence[Piece], decision: Decision)
 def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGroup]:
     """Return the group of each stage of ``plan`` that has one, on devices that are here."""
     found: dict[int, DeviceGroup] = {}
-    stages = plan.virtual_workers[0].stages
-    for number, (stage, slots) in enumerate(zip(stages, plan.groups(0, placement.cluster), strict=True)):
-        if slots:
-            counts = ChannelCounts(
-                [member.share for member in stage.group], {split.layer: split.counts for split in stage.splits}
-            )
-            home = [member.at for member in stage.group].index(stage.at)
-            found[number] = _group(slots, counts, placement, home)
+    slots = placement.cluster.slots_by_place
+    for number, stage in enumerate(plan.virtual_workers[0].stages):
+        if stage.group:
+            places, shares = [member.at for member in stage.group], [member.share for member in stage.group]
+            counts = ChannelCounts(shares, {split.layer: split.counts for split in stage.splits})
+            found[number] = _group([slots[at] for at in places], counts, placement, places.index(stage.at))
     return found
 
 

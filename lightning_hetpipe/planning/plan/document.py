@@ -278,24 +278,14 @@ class Plan(CheckedRecord):
         other = other or f"'{longer[len(shorter)]}' and what follows is {where} only"
         return f"it has {len(self.layers)} layers and the model {len(layers)}; {other}"
 
-    def slots(self, virtual_worker: int, cluster: Cluster) -> list[DeviceSlot]:
-        """Return the device of ``cluster`` for each stage.
+    def slots(self, cluster: Cluster) -> list[DeviceSlot]:
+        """Return the device of ``cluster`` for each stage of the first virtual worker.
 
         Raises:
             SettingError: if the cluster lacks a device, or if :meth:`check` refuses the plan.
         """
         self.check(cluster)
-        return [cluster.slots_by_place[stage.at] for stage in self.virtual_workers[virtual_worker].stages]
-
-    def groups(self, virtual_worker: int, cluster: Cluster) -> list[list[DeviceSlot]]:
-        """Return for each stage the devices of ``cluster`` that divide its layers, in order, perhaps none.
-
-        Raises:
-            SettingError: as :meth:`slots`.
-        """
-        self.check(cluster)
-        stages = self.virtual_workers[virtual_worker].stages
-        return [[cluster.slots_by_place[each.at] for each in stage.group] for stage in stages]
+        return [cluster.slots_by_place[stage.at] for stage in self.virtual_workers[0].stages]
 
 
 def _memory_problems(on_device: Mapping[str, PlannedStage | PlannedMember], memory: int | None) -> Iterator[Problem]:
