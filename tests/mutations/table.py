@@ -640,7 +640,7 @@ MUTATIONS = (
     Mutation(
         "planning",
         "virtual workers do not take turns on a device that they share",
-        "planning/model/shared_links.py",
+        "planning/model/simulate.py",
         "if self._busy:",
         "if False:",
         ("tests/planning/test_cluster_simulation.py",),
