@@ -131,24 +131,19 @@ def given_profile(config: DictConfig) -> Profile | None:
 def profile_of(config: DictConfig, given: Profile | None) -> tuple[Profile, str | float, Sequence[WeightPolicy]]:
     """Return ``given`` or else the profile of the model, the optimizer for the memory model, and weight policies. A run
     with this optimizer takes the first policy that fits."""
-    optimizer: str | float = config.optimizer
-    if given is not None:
-        profile = given
-        optimizer = "adam" if optimizer == "auto" else optimizer
-        policies: Sequence[WeightPolicy] = planned_policies(optimizer)
-    else:
-        profile, own, policies = _measured(config)
-        if optimizer != "auto":
-            policies = planned_policies(optimizer)
-        elif own is None:
-            raise SettingError(
-                "optimizer=auto: the state of the model's optimizer is not known; give optimizer=N, its bytes for each"
-                " byte of the weights."
-            )
-        else:
-            optimizer = own
+    optimizer: str | float | None = "adam"
+    policies: Sequence[WeightPolicy] = planned_policies("adam")
+    if given is None:
+        given, optimizer, policies = _measured(config)
+    if config.optimizer != "auto":
+        optimizer, policies = config.optimizer, planned_policies(config.optimizer)
+    if optimizer is None:
+        raise SettingError(
+            "optimizer=auto: the state of the model's optimizer is not known; give optimizer=N, its bytes for each"
+            " byte of the weights."
+        )
     policy = POLICIES.get(of_strategy(config, "weights"))
-    return profile, optimizer, policies if policy is None else [policy]
+    return given, optimizer, policies if policy is None else [policy]
 
 
 def _measured(config: DictConfig) -> Profiled:
