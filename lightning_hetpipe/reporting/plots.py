@@ -26,15 +26,13 @@ COLOURS = {
     EVALUATE: "#CC79A7",
     "training_step": "#F0E442",
     "step": "#999999",
-    "wait_for_minibatch": "#FFFFFF",
     "publish": "#0072B2",
     "synchronise": "#D55E00",
     "fetch": "#000000",
     "look_ahead": "#B3C7D6",
-    "drain": "#FFFFFF",
     "evaluation": "#CC79A7",
 }
-"""Colours of Okabe and Ito (2008), which people with any colour vision can distinguish. Waits are white."""
+"""Colours of Okabe and Ito (2008), which people with any colour vision can distinguish."""
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Colours of the stages' curves, in turn. Line styles distinguish repeated colours."""
 WAITS = {"wait_for_minibatch", "drain"}
