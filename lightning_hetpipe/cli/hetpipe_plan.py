@@ -104,7 +104,7 @@ def run(config: DictConfig) -> float | None:
     if allocation is not None:
         found = cluster_plans(allocation, wsp, replace(problem, spread=False), in_flight, policies)
         lacking = [found.chosen.choices[number] for number in found.chosen.unfit]
-        plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal=nominal)
+        plan = Plan.of(found.chosen, profile.model, names, cluster, guessed, nominal=nominal)
         lines, rate, figure = remarks(found, cluster), found.chosen.rate, partial(found.draw, plan, cluster)
     else:
         search = plan_with_groups if config.split else best_plan
