@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -70,9 +70,7 @@ class Compared:
         return self.name.upper() if self.placement == "size" else f"{self.name.upper()} {self.placement}"
 
 
-def compared(
-    allocator: Allocator, shares: Sequence[bool] = (False, True), told: Callable[[str], None] = lambda line: None
-) -> Iterator[Compared]:
+def compared(allocator: Allocator, shares: Sequence[bool]) -> Iterator[Compared]:
     """Yield allocations. For each of ``shares``, the last allocation is the best that is found, with any placement."""
     for each in shares:
         for name, placement in SIDE_BY_SIDE:
@@ -80,7 +78,7 @@ def compared(
                 yield Compared(name, placement, each, _allocated(allocator, name, each, placement))
             except SettingError as error:
                 yield Compared(name, placement, each, None, str(error))
-        best = best_allocation(allocator, shares=each, placements=CANDIDATES, told=told)
+        best = best_allocation(allocator, shares=each, placements=CANDIDATES, told=_told)
         yield Compared("auto", best.placement, each, best)
 
 
@@ -150,7 +148,7 @@ def _planned(allocation: str, wsp: WSPSettings, allocator: Allocator) -> Cluster
     shares = "shares" in wsp.left_out or wsp.shares != "equal"
     asked = None if "placement" in wsp.left_out else wsp.placement
     if allocation == COMPARE:
-        others = tuple(compared(allocator, (False, True) if "shares" in wsp.left_out else (shares,), _told))
+        others = tuple(compared(allocator, (False, True) if "shares" in wsp.left_out else (shares,)))
         chosen = others[-1].found
         assert chosen is not None, "the search refuses nothing"
         return ClusterPlans(chosen, others)
