@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from inspect import isclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.cluster_plans import COMPARE
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import built, locate, written
+from lightning_hetpipe.cli.targets import built, is_section, locate, nodes, written
 from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known, nearest_gpu
@@ -172,15 +173,12 @@ def _finetuning(config: DictConfig) -> list[L.Callback]:
     """Build the Trainer's callbacks that begin to train weights after the first minibatch."""
     from lightning.pytorch.callbacks import BaseFinetuning
 
-    found = OmegaConf.select(config, "trainer.callbacks")
-    keys = [*found] if isinstance(found, DictConfig) else range(len(found)) if isinstance(found, ListConfig) else []
-    paths = [f"trainer.callbacks.{key}" for key in keys if isinstance(found[key], DictConfig)]
-    kinds = {path: locate(OmegaConf.select(config, path)["_target_"], path) for path in paths}
-    return [
-        built(config, path, BaseFinetuning)
-        for path, kind in kinds.items()
-        if isinstance(kind, type) and issubclass(kind, BaseFinetuning)
-    ]
+    given: Any = OmegaConf.to_container(config, resolve=True)
+    callbacks = given["trainer"].get("callbacks")
+    found = [each for each in nodes(callbacks, callbacks, "trainer.callbacks") if is_section(each[2])]
+    kinds = {path: locate(value["_target_"], path) for path, _, value, _ in found}
+    finetuning = [path for path, kind in kinds.items() if isclass(kind) and issubclass(kind, BaseFinetuning)]
+    return [built(config, path, BaseFinetuning) for path in finetuning]
 
 
 def cluster_of(config: DictConfig) -> Cluster:
