@@ -89,13 +89,12 @@ def kept(
 
 
 def _measured(profiling: ProfilingInput, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
-    sizes: list[LayerBytes] = []
-    times: list[Times] = []
+    found = list[tuple[LayerBytes, Times]]()
     with bar(f"measuring on {name}", len(profiling.layers)) as tick:
-        for size, time in profiling.on(device):
-            sizes.append(size)
-            times.append(time)
+        for each in profiling.on(device):
+            found.append(each)
             tick()
+    sizes, times = zip(*found, strict=True)
     return Profile(model, profiling.samples, sizes, {name: times}, {}, calls=profiling.calls, user=profiling.user)
 
 
