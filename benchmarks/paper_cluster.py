@@ -99,7 +99,7 @@ def planned(model: str) -> Found:
     }
     allocator = _allocator(own, cluster)
     allocations = []
-    for each in compared(allocator):
+    for each in compared(allocator, (False, True)):
         allocations.append(each)
         print(f"{NAME}: {model}, {_title(each)}", file=sys.stderr, flush=True)
     grown = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -65,13 +65,12 @@ class Compared:
     @property
     def title(self) -> str:
         """Name to show, such as "ED local". The usual placement is left out."""
-        name = self.name if self.name in ("auto", PLACED) else self.name.upper()
-        return name if self.placement == "size" or self.name == PLACED else f"{name} {self.placement}"
+        if self.name in ("auto", PLACED):  # with whatever placement they have
+            return self.name
+        return self.name.upper() if self.placement == "size" else f"{self.name.upper()} {self.placement}"
 
 
-def compared(
-    allocator: Allocator, shares: Sequence[bool] = (False, True), told: Callable[[str], None] = lambda line: None
-) -> Iterator[Compared]:
+def compared(allocator: Allocator, shares: Sequence[bool]) -> Iterator[Compared]:
     """Yield allocations. For each of ``shares``, the last allocation is the best that is found, with any placement."""
     for each in shares:
         for name, placement in SIDE_BY_SIDE:
@@ -79,7 +78,7 @@ def compared(
                 yield Compared(name, placement, each, _allocated(allocator, name, each, placement))
             except SettingError as error:
                 yield Compared(name, placement, each, None, str(error))
-        best = best_allocation(allocator, shares=each, placements=CANDIDATES, told=told)
+        best = best_allocation(allocator, shares=each, placements=CANDIDATES, told=_told)
         yield Compared("auto", best.placement, each, best)
 
 
@@ -101,27 +100,21 @@ def comparison(those: Sequence[Compared]) -> str:
     return "\n".join([*aligned(rows, left=(0, 1, 2)), *refusals])
 
 
-@dataclass(frozen=True)
-class ClusterPlans:
-    """Chosen allocation, and all compared allocations, if allocations were compared."""
-
-    chosen: Allocation
-    others: tuple[Compared, ...]
-
-    def draw(self, plan: Plan, cluster: Cluster) -> Figure:
-        """Draw the plan, and beside it the rates of compared allocations. Raise SettingError without matplotlib."""
-        bars: dict[tuple[str, str], tuple[str, list[float | None]]] = {}
-        for each in self.others:
-            key = (each.name, "" if each.name == "auto" else each.placement)
-            rates = bars.setdefault(key, (each.name if each.name == "auto" else each.title, []))[1]
-            rates.append(each.found.rate if each.found is not None and each.found.fits else None)
-        return draw_cluster(plan, cluster, [*bars.values()])
+def drawn(cluster: Cluster, those: Sequence[Compared], plan: Plan) -> Figure:
+    """Draw ``plan``, and beside it the rates of compared allocations. Raise SettingError without matplotlib."""
+    bars: dict[str, list[float | None]] = {}
+    for each in those:
+        rates = bars.setdefault(each.title, [])
+        rates.append(each.found.rate if each.found is not None and each.found.fits else None)
+    return draw_cluster(plan, cluster, bars)
 
 
 def cluster_plans(
     allocation: str, wsp: WSPSettings, problem: PlanningProblem, in_flight: int | None, policies: Sequence[WeightPolicy]
-) -> ClusterPlans:
+) -> tuple[Allocation, list[Compared]]:
     """Plan all virtual workers under the first of the weight ``policies`` with which they fit, or else under the last.
+
+    Return the chosen allocation, and all compared allocations, if allocations are compared.
 
     Args:
         allocation: One of ``ALLOCATIONS``, or :data:`COMPARE`.
@@ -140,24 +133,24 @@ def cluster_plans(
             clock_distance=wsp.clock_distance,
             wave=None if wsp.wave == "auto" else wsp.wave,
         )
-        found = _planned(allocation, wsp, allocator)
-        if found.chosen.fits:
+        chosen, others = _planned(allocation, wsp, allocator)
+        if chosen.fits:
             break
-    return found
+    return chosen, others
 
 
-def _planned(allocation: str, wsp: WSPSettings, allocator: Allocator) -> ClusterPlans:
+def _planned(allocation: str, wsp: WSPSettings, allocator: Allocator) -> tuple[Allocation, list[Compared]]:
     shares = "shares" in wsp.left_out or wsp.shares != "equal"
     asked = None if "placement" in wsp.left_out else wsp.placement
     if allocation == COMPARE:
-        others = tuple(compared(allocator, (False, True) if "shares" in wsp.left_out else (shares,), _told))
+        others = [*compared(allocator, (False, True) if "shares" in wsp.left_out else (shares,))]
         chosen = others[-1].found
         assert chosen is not None, "the search refuses nothing"
-        return ClusterPlans(chosen, others)
+        return chosen, others
     if allocation == "auto":
         placements = CANDIDATES if asked is None else (asked,)
-        return ClusterPlans(best_allocation(allocator, shares=shares, placements=placements, told=_told), ())
-    return ClusterPlans(_allocated(allocator, allocation, shares, asked), ())
+        return best_allocation(allocator, shares=shares, placements=placements, told=_told), []
+    return _allocated(allocator, allocation, shares, asked), []
 
 
 def _allocated(allocator: Allocator, name: str, shares: bool, placement: str | None) -> Allocation:
@@ -175,20 +168,20 @@ def _told(line: str) -> None:
         print(f"\r\x1b[K{line}\r", end="", file=sys.stderr, flush=True)
 
 
-def remarks(found: ClusterPlans, cluster: Cluster) -> list[str]:
+def remarks(found: Allocation, others: Sequence[Compared], cluster: Cluster) -> list[str]:
     """Return lines below the table: other allocations, slowest stages, undeclared links, unused devices."""
-    lines = ["", comparison(found.others), ""] if found.others else [""]
+    lines = ["", comparison(others), ""] if others else [""]
     reasons: dict[str, list[int]] = {}
-    for number, choice in enumerate(found.chosen.choices):
+    for number, choice in enumerate(found.choices):
         reasons.setdefault(choice.reasons[0], []).append(number)
     for reason, workers in reasons.items():
         lines.append(f"- virtual worker {', '.join(map(str, workers))}: {reason}")
     lines += [f"- {link}" for link in cluster.assumed(cluster.slots)]
-    used = {stage.slot for choice in found.chosen.choices for stage in choice.stages}
-    if found.chosen.fits:
+    used = {stage.slot for choice in found.choices for stage in choice.stages}
+    if found.fits:
         idle = [slot for slot in cluster.slots if slot not in used]
         lines += unused(idle, cluster, "no plan with it is faster")
-        if (faster := _with_longer_waves(found.chosen)) is not None:
+        if (faster := _with_longer_waves(found)) is not None:
             lines.append(faster)
     return lines
 

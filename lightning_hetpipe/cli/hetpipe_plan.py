@@ -16,11 +16,12 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks, plan_inputs
-from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
+from lightning_hetpipe.cli.cluster_plans import cluster_plans, drawn, remarks, unused
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.start_up import FAILED
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
+from lightning_hetpipe.planning.allocation.allocator import Allocation
 from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
@@ -101,11 +102,11 @@ def run(config: DictConfig) -> float | None:
     names = [layer.name for layer in profile.layers]
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
     others: Callable[[], Sequence[str]] = tuple
+    found: Estimate | Allocation
     if allocation is not None:
-        found = cluster_plans(allocation, wsp, replace(problem, spread=False), in_flight, policies)
-        lacking = [found.chosen.choices[number] for number in found.chosen.unfit]
-        plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal=nominal)
-        lines, rate, figure = remarks(found, cluster), found.chosen.rate, partial(found.draw, plan, cluster)
+        found, compared = cluster_plans(allocation, wsp, replace(problem, spread=False), in_flight, policies)
+        lacking = [found.choices[number] for number in found.unfit]
+        lines, figure = remarks(found, compared, cluster), partial(drawn, cluster, compared)
     else:
         search = plan_with_groups if config.split else best_plan
 
@@ -114,15 +115,9 @@ def run(config: DictConfig) -> float | None:
             with on_terminal(f"searching for a plan, weights='{policy.name}'", None) as tick:
                 return search(replace(problem, weights=policy, progress=tick), in_flight)
 
-        for policy in policies:
-            choice = plan_for(policy)
-            if choice.fits:
-                break
-        lacking = [] if choice.fits else [choice]
-        plan = Plan.of(
-            choice, profile.model, names, cluster, guessed, clock_distance=wsp.clock_distance, nominal=nominal
-        )
-        lines, rate, figure = _remarks(choice, problem), choice.rate, partial(_drawn, choice)
+        found = next((choice for choice in map(plan_for, policies) if choice.fits), None) or plan_for(policies[-1])
+        lacking = [] if found.fits else [found]
+        lines, figure = _remarks(found, problem), partial(_schedule, found)
         if config.split and not profile.widths:
             why = "the profile has no times of parts of layers; measure it with split=true"
             lines.append(f"- no devices are joined, as {why}")
@@ -132,6 +127,7 @@ def run(config: DictConfig) -> float | None:
             several = [each for each in POLICIES.values() if each in own or not each.predicts or each.keeps_change]
             others = partial(side_by_side, several, plan_for, in_flight, problem.every)
 
+    plan = Plan.of(found, profile.model, names, cluster, guessed, clock_distance=wsp.clock_distance, nominal=nominal)
     lines += _estimates(profile)
     if plan_inputs.of_strategy(config, "compile"):
         lines.append("- strategy.compile is not in these times: layers are measured without compilation")
@@ -146,8 +142,8 @@ def run(config: DictConfig) -> float | None:
         _advise(lacking[0])
         return None
     plan.save(folder / "plan.json")
-    print(f"plan     {folder / 'plan.json'}\n{_picture(figure, folder)}")
-    return rate
+    print(f"plan     {folder / 'plan.json'}\n{_picture(figure, plan, folder)}")
+    return found.rate
 
 
 def _advise(choice: Estimate) -> None:
@@ -186,17 +182,18 @@ def _estimates(profile: Profile) -> list[str]:
     return lines
 
 
-def _picture(figure: Callable[[], Figure], folder: Path) -> str:
-    """Save a figure. Return a line with the picture's path, or with the reason why there is no picture."""
+def _picture(figure: Callable[[Plan], Figure], plan: Plan, folder: Path) -> str:
+    """Save a figure of ``plan``. Return a line with the picture's path, or the reason why there is no picture."""
     try:
-        drawn = figure()
+        made = figure(plan)
     except SettingError as error:  # without matplotlib
         return f"picture  none: {error}"
-    drawn.savefig(folder / "plan.png")
+    made.savefig(folder / "plan.png")
     return f"picture  {folder / 'plan.png'}"
 
 
-def _drawn(choice: Estimate) -> Figure:
+def _schedule(choice: Estimate, _: Plan) -> Figure:
+    """Draw the simulated schedule of ``choice``."""
     times, slots = [stage.times for stage in choice.stages], [str(stage.slot) for stage in choice.stages]
     return draw(Timeline.simulated(choice.simulation, times, choice.in_flight, slots))
 

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from textwrap import indent
 from typing import Annotated, Any, Literal, NoReturn
 
 import hydra
@@ -191,33 +192,27 @@ def laid_out(status: Mapping[str, Any]) -> str:
 
     Values of fields whose names end in ``bytes`` get units.
     """
-    single = {key: value for key, value in status.items() if not isinstance(value, Mapping) and not _is_table(value)}
-    parts = [_lines(single)] if single else []
+    lines: list[list[str]] = []
+    parts: list[str] = []
     for key, value in status.items():
         if _is_table(value):
-            parts.append(f"{_words(key)}\n{_table(value)}")
+            parts.append(f"{_words(key)}\n{indent(_table(value), '  ')}")
         elif isinstance(value, Mapping):
-            parts.append(f"{_words(key)}\n{_indented(laid_out(value))}")
-    return "\n\n".join(parts)
+            parts.append(f"{_words(key)}\n{indent(laid_out(value), '  ')}")
+        else:
+            lines.append([_words(key), _shown(key, value)])
+    first = ["\n".join(aligned(lines, left=(0, 1)))] if lines else []
+    return "\n\n".join([*first, *parts])
 
 
 def _is_table(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, Mapping) for row in value)
 
 
-def _lines(fields: Mapping[str, Any]) -> str:
-    width = max(map(len, fields))
-    return "\n".join(f"{_words(key).ljust(width)}  {_shown(key, value)}" for key, value in fields.items())
-
-
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     keys = [*dict.fromkeys(key for row in rows for key in row)]
     cells = [[_words(key) for key in keys], *([_shown(key, row.get(key)) for key in keys] for row in rows)]
-    return _indented("\n".join(aligned(cells)))
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" if line else line for line in text.splitlines())
+    return "\n".join(aligned(cells))
 
 
 def _words(key: str) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from inspect import isclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.cluster_plans import COMPARE
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import built, locate, written
+from lightning_hetpipe.cli.targets import built, is_section, locate, nodes, written
 from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known, nearest_gpu
@@ -131,24 +132,19 @@ def given_profile(config: DictConfig) -> Profile | None:
 def profile_of(config: DictConfig, given: Profile | None) -> tuple[Profile, str | float, Sequence[WeightPolicy]]:
     """Return ``given`` or else the profile of the model, the optimizer for the memory model, and weight policies. A run
     with this optimizer takes the first policy that fits."""
-    optimizer: str | float = config.optimizer
-    if given is not None:
-        profile = given
-        optimizer = "adam" if optimizer == "auto" else optimizer
-        policies: Sequence[WeightPolicy] = planned_policies(optimizer)
-    else:
-        profile, own, policies = _measured(config)
-        if optimizer != "auto":
-            policies = planned_policies(optimizer)
-        elif own is None:
-            raise SettingError(
-                "optimizer=auto: the state of the model's optimizer is not known; give optimizer=N, its bytes for each"
-                " byte of the weights."
-            )
-        else:
-            optimizer = own
+    optimizer: str | float | None = "adam"
+    policies: Sequence[WeightPolicy] = planned_policies("adam")
+    if given is None:
+        given, optimizer, policies = _measured(config)
+    if config.optimizer != "auto":
+        optimizer, policies = config.optimizer, planned_policies(config.optimizer)
+    if optimizer is None:
+        raise SettingError(
+            "optimizer=auto: the state of the model's optimizer is not known; give optimizer=N, its bytes for each"
+            " byte of the weights."
+        )
     policy = POLICIES.get(of_strategy(config, "weights"))
-    return profile, optimizer, policies if policy is None else [policy]
+    return given, optimizer, policies if policy is None else [policy]
 
 
 def _measured(config: DictConfig) -> Profiled:
@@ -177,15 +173,12 @@ def _finetuning(config: DictConfig) -> list[L.Callback]:
     """Build the Trainer's callbacks that begin to train weights after the first minibatch."""
     from lightning.pytorch.callbacks import BaseFinetuning
 
-    found = OmegaConf.select(config, "trainer.callbacks")
-    keys = [*found] if isinstance(found, DictConfig) else range(len(found)) if isinstance(found, ListConfig) else []
-    paths = [f"trainer.callbacks.{key}" for key in keys if isinstance(found[key], DictConfig)]
-    kinds = {path: locate(OmegaConf.select(config, path)["_target_"], path) for path in paths}
-    return [
-        built(config, path, BaseFinetuning)
-        for path, kind in kinds.items()
-        if isinstance(kind, type) and issubclass(kind, BaseFinetuning)
-    ]
+    given: Any = OmegaConf.to_container(config, resolve=True)
+    callbacks = given["trainer"].get("callbacks")
+    found = [each for each in nodes(callbacks, callbacks, "trainer.callbacks") if is_section(each[2])]
+    kinds = {path: locate(value["_target_"], path) for path, _, value, _ in found}
+    finetuning = [path for path, kind in kinds.items() if isclass(kind) and issubclass(kind, BaseFinetuning)]
+    return [built(config, path, BaseFinetuning) for path in finetuning]
 
 
 def cluster_of(config: DictConfig) -> Cluster:

@@ -78,15 +78,8 @@ def run(config: DictConfig) -> float | None:
         trainer.test(model, datamodule=data, ckpt_path=best or None, verbose=False)
         metrics = dict(trainer.callback_metrics)
     if trainer.is_global_zero:
-        print(
-            summary(
-                last_run,
-                metrics,
-                torch_threads=None if isinstance(trainer.strategy, HetPipeStrategy) else torch.get_num_threads(),
-                checkpoint=best,
-                loggers=trainer.loggers,
-            )
-        )
+        threads = None if isinstance(trainer.strategy, HetPipeStrategy) else torch.get_num_threads()
+        print(summary(last_run, metrics, threads, best, trainer.loggers))
     best_score = getattr(checkpoint, "best_model_score", None)
     return None if best_score is None else float(best_score)
 
@@ -127,7 +120,6 @@ def _end_progress_bars(trainer: L.Trainer) -> None:
 def summary(
     run: RunReport | None,
     metrics: Mapping[str, SupportsFloat],
-    *,
     torch_threads: int | None = None,
     checkpoint: str = "",
     loggers: Sequence[Logger] = (),

@@ -84,18 +84,17 @@ class ResNet(L.LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, labels = batch
-        logits = self(images)
-        self.val_acc(logits, labels)
-        self.log("val_loss", F.cross_entropy(logits, labels))
-        self.log("val_acc", self.val_acc, prog_bar=True)
+        self._log_results("val", batch, self.val_acc)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._log_results("test", batch, self.test_acc)
+
+    def _log_results(self, part: str, batch: tuple[Tensor, Tensor], accuracy: MulticlassAccuracy) -> None:
         images, labels = batch
         logits = self(images)
-        self.test_acc(logits, labels)
-        self.log("test_loss", F.cross_entropy(logits, labels))
-        self.log("test_acc", self.test_acc)
+        accuracy(logits, labels)
+        self.log(f"{part}_loss", F.cross_entropy(logits, labels))
+        self.log(f"{part}_acc", accuracy, prog_bar=part == "val")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
@@ -198,7 +197,6 @@ class GPT(L.LightningModule):
         if width % heads:
             raise SettingError(f"width={width} must be a multiple of heads={heads}")
         self.save_hyperparameters()
-        self.context = context
         self.lr = lr
         self.betas = (betas[0], betas[1])
         self.warmup = warmup

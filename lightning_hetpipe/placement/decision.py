@@ -6,9 +6,9 @@ Groups of devices that divide the layers of a stage follow from a plan, from the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
 
 import torch
 
@@ -26,6 +26,7 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedWorker
 from lightning_hetpipe.planning.search.grouped_plans import Parts
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts
+from lightning_hetpipe.rules.schedule import segments
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 
 HAND_OVER = 300e-6
@@ -81,34 +82,26 @@ def without_gain(apart: TakenApart, pieces: Sequence[Piece], decision: Decision)
         return None
     computed = sum(decision.times)
     user = computed * (1 - apart.share) / max(apart.share, 1e-3)
-    ends = list(accumulate(len(piece.layers) for piece in pieces))
-    starts = [end - len(piece.layers) for piece, end in zip(pieces, ends, strict=True)]
-    after = [*decision.split_points[1:], ends[-1]]
-    segments = [
-        sum(start < last and end > first for start, end in zip(starts, ends, strict=True))
-        for first, last in zip(decision.split_points, after, strict=True)
-    ]
-    stages = [seconds + HAND_OVER * count for seconds, count in zip(decision.times, segments, strict=True)]
-    pipelined, alone = max(*stages, user + HAND_OVER * sum(segments)), computed + user
+    parts = Counter(part.stage for part in segments([len(each.layers) for each in pieces], decision.split_points))
+    stages = [seconds + HAND_OVER * parts[stage] for stage, seconds in enumerate(decision.times)]
+    pipelined, alone = max(*stages, user + HAND_OVER * parts.total()), computed + user
     if alone >= (1 + LEAST_GAIN) * pipelined:
         return None
     return (
         f"a minibatch is estimated to take {1000 * pipelined:.3g} ms in {len(stages)} stages, with"
-        f" {sum(segments)} hand-overs between these and user code, and {1000 * alone:.3g} ms in one stage"
+        f" {parts.total()} hand-overs between these and user code, and {1000 * alone:.3g} ms in one stage"
     )
 
 
 def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGroup]:
     """Return the group of each stage of ``plan`` that has one, on devices that are here."""
     found: dict[int, DeviceGroup] = {}
-    stages = plan.virtual_workers[0].stages
-    for number, (stage, slots) in enumerate(zip(stages, plan.groups(0, placement.cluster), strict=True)):
-        if slots:
-            counts = ChannelCounts(
-                [member.share for member in stage.group], {split.layer: split.counts for split in stage.splits}
-            )
-            home = [member.at for member in stage.group].index(stage.at)
-            found[number] = _group(slots, counts, placement, home)
+    slots = placement.cluster.slots_by_place
+    for number, stage in enumerate(plan.virtual_workers[0].stages):
+        if stage.group:
+            places, shares = [member.at for member in stage.group], [member.share for member in stage.group]
+            counts = ChannelCounts(shares, {split.layer: split.counts for split in stage.splits})
+            found[number] = _group([slots[at] for at in places], counts, placement, places.index(stage.at))
     return found
 
 

@@ -96,7 +96,7 @@ class DevicePlacement:
         if found := list(plan.problems(self.cluster)):
             way = "make a plan for these" if self.declared else "plan anew, or give the cluster that it was made for"
             raise SettingError(f"the plan for {plan.model} cannot be run here: {found[0].place} {found[0].said}; {way}")
-        return [self.device(slot) for slot in plan.slots(0, self.cluster)]
+        return [self.device(slot) for slot in plan.slots(self.cluster)]
 
     def device(self, slot: DeviceSlot) -> torch.device:
         """Return torch's device for ``slot``."""

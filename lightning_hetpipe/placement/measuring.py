@@ -26,7 +26,7 @@ from lightning_hetpipe.planning.model.cluster import Cluster, Device
 from lightning_hetpipe.planning.model.estimate import StageEstimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import COPIES, OPTIMIZERS, WEIGHT_DECAY
-from lightning_hetpipe.planning.plan.profile_file import Conditions, ProfileCache
+from lightning_hetpipe.planning.plan.profile_file import ProfileCache, key_of
 
 UNKNOWN_OPTIMIZER = "adam"
 """Optimizer whose state is assumed for an optimizer that the memory model does not know."""
@@ -63,7 +63,7 @@ def profiled(
             with bar(f"measuring parts of layers on {name}", len(one.layers)) as tick:
                 one = replace(one, widths=measured_widths(profiling, device, name, tick))
         if cache is not None and one is not before:
-            cache.put(conditions(profiling, name, precision).key(), one)
+            cache.put(cache_key(profiling, name, precision), one)
         found = one if found is None else _joined(found, one)
     assert found is not None
     return found
@@ -81,7 +81,7 @@ def kept(
     profiling: ProfilingInput, name: str, model: str, precision: str, cache: ProfileCache | None
 ) -> Profile | None:
     """Return the cached profile of devices named ``name``, perhaps from another machine, or None."""
-    one = None if cache is None else cache.get(conditions(profiling, name, precision).key())
+    one = None if cache is None else cache.get(cache_key(profiling, name, precision))
     # A different number of layers means that somebody has changed the file.
     if one is None or name not in one.times or len(one.layers) != len(profiling.layers):
         return None
@@ -89,13 +89,12 @@ def kept(
 
 
 def _measured(profiling: ProfilingInput, device: torch.device, name: str, model: str, bar: Bar) -> Profile:
-    sizes: list[LayerBytes] = []
-    times: list[Times] = []
+    found = list[tuple[LayerBytes, Times]]()
     with bar(f"measuring on {name}", len(profiling.layers)) as tick:
-        for size, time in profiling.on(device):
-            sizes.append(size)
-            times.append(time)
+        for each in profiling.on(device):
+            found.append(each)
             tick()
+    sizes, times = zip(*found, strict=True)
     return Profile(model, profiling.samples, sizes, {name: times}, {}, calls=profiling.calls, user=profiling.user)
 
 
@@ -131,26 +130,27 @@ def known_optimizer(optimizer: torch.optim.Optimizer | None) -> str:
     return optimizer_name(optimizer) or UNKNOWN_OPTIMIZER
 
 
-def conditions(profiling: ProfilingInput, device: str, precision: str) -> Conditions:
-    """Return the conditions of measuring the layers of ``profiling`` on a device. They identify a cached profile.
+def cache_key(profiling: ProfilingInput, device: str, precision: str) -> str:
+    """Return the key of the cached profile of ``profiling`` on a device. If a condition differs, it is another key.
 
-    They are equal on machines with and without the device, so that a cache can be copied. So the variant of torch's
-    wheel is left out.
+    It is equal on machines with and without the device, so that a cache can be copied. So the variant of torch's wheel
+    is left out.
     """
     layers = [(layer.name, layer.module) for layer, _, _ in profiling.layers]
-    return Conditions(
-        layers=[(name, code_of(module)) for name, module in layers],
-        parameters=[
+    conditions = {
+        "layers": [(name, code_of(module)) for name, module in layers],
+        "parameters": [
             (f"{name}.{own}", tuple(each.shape), f"{each.dtype} {each.requires_grad} {_strides(each)}")
             for name, module in layers
             for own, each in [*module.named_parameters(), *module.named_buffers()]
         ],
-        inputs=[each for _, values, _ in profiling.layers for value, times in values for each in _inputs(value, times)],
-        precision=precision,
-        torch=_WHEEL.sub("", torch.__version__),
-        device=device,
-        settings=_settings(profiling) | ({"processor": processor()} if device == "cpu" else {}),
-    )
+        "inputs": [inputs for _, values, _ in profiling.layers for each in values for inputs in _inputs(*each)],
+        "precision": precision,
+        "torch": _WHEEL.sub("", torch.__version__),
+        "device": device,
+        "settings": _settings(profiling) | ({"processor": processor()} if device == "cpu" else {}),
+    }
+    return key_of(conditions)
 
 
 def processor() -> str:

@@ -129,7 +129,7 @@ class Planner:
                 f"plan={self.plan_name} was made for another model than {self.model}: {differs}; plan anew, or leave"
                 " plan out"
             )
-        slots, (worker,) = plan.slots(0, self.placement.cluster), plan.virtual_workers
+        slots, (worker,) = plan.slots(self.placement.cluster), plan.virtual_workers
         self._check_copies(plan)
         first, groups = [stage.first_layer for stage in worker.stages], planned_groups(plan, self.placement)
         why = f"because plan={self.plan_name} says so"

@@ -30,9 +30,6 @@ from lightning_hetpipe.planning.search.split_points import FROZEN, FULL, divided
 from lightning_hetpipe.torch_private.modules import without_tensors
 from lightning_hetpipe.torch_private.tensors import address_of
 
-Change = Callable[[Any, Tensor], Tensor]
-"""Function from the name of a state, if it has one, and its tensor to the tensor that replaces it."""
-
 
 def spread(
     module: nn.Module, devices: Sequence[torch.device], room: Sequence[float], *, frozen: float = FROZEN
@@ -196,8 +193,8 @@ def load_state(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
         optimizer.state[key] = _changed(state, own)
 
 
-def _changed(value: Any, change: Change, name: Any = None) -> Any:
-    """Change the tensors in ``value``. Dicts and lists stay the same objects."""
+def _changed(value: Any, change: Callable[[Any, Tensor], Tensor], name: Any = None) -> Any:
+    """Change the tensors in ``value``, each by its name, if it has one. Dicts and lists stay the same objects."""
     if isinstance(value, Tensor):
         return change(name, value)
     if isinstance(value, dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,15 +26,13 @@ COLOURS = {
     EVALUATE: "#CC79A7",
     "training_step": "#F0E442",
     "step": "#999999",
-    "wait_for_minibatch": "#FFFFFF",
     "publish": "#0072B2",
     "synchronise": "#D55E00",
     "fetch": "#000000",
     "look_ahead": "#B3C7D6",
-    "drain": "#FFFFFF",
     "evaluation": "#CC79A7",
 }
-"""Colours of Okabe and Ito (2008), which people with any colour vision can distinguish. Waits are white."""
+"""Colours of Okabe and Ito (2008), which people with any colour vision can distinguish."""
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Colours of the stages' curves, in turn. Line styles distinguish repeated colours."""
 WAITS = {"wait_for_minibatch", "drain"}
@@ -187,10 +185,10 @@ def _draw_curves(axes: Axes, timeline: Timeline, start: float, end: float) -> No
     other.set_ylabel("in flight (dotted)")
 
 
-def draw_cluster(plan: Plan, cluster: Cluster, bars: Sequence[tuple[str, Sequence[float | None]]] = ()) -> Figure:
+def draw_cluster(plan: Plan, cluster: Cluster, bars: Mapping[str, Sequence[float | None]]) -> Figure:
     """Draw each device of ``cluster`` as a box with its virtual worker, stage and layers in ``plan``.
 
-    ``bars`` are other allocations to compare: a name, and minibatches per second with equal and with unequal shares, or
+    ``bars`` are other allocations to compare, by name: minibatches per second with equal and with unequal shares, or
     None.
 
     Raises:
@@ -239,13 +237,13 @@ def _draw_devices(axes: Axes, plan: Plan, cluster: Cluster, widest: int) -> None
     axes.set_ylabel("node")
 
 
-def _draw_bars(axes: Axes, bars: Sequence[tuple[str, Sequence[float | None]]]) -> None:
+def _draw_bars(axes: Axes, bars: Mapping[str, Sequence[float | None]]) -> None:
     for offset, (label, colour) in enumerate((("equal shares", LINES[5]), ("shares by speed", LINES[0]))):
-        rates = [rates[offset] if offset < len(rates) else None for _, rates in bars]
+        rates = [rates[offset] if offset < len(rates) else None for rates in bars.values()]
         places = [place + 0.38 * offset - 0.19 for place in range(len(bars))]
         drawn = axes.barh(places, [rate or 0.0 for rate in rates], height=0.36, color=colour, label=label)
         axes.bar_label(drawn, ["–" if rate is None else digits(rate) for rate in rates], padding=2, fontsize="x-small")
-    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel("minibatches per second, simulated")

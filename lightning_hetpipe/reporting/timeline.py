@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from os import PathLike
 from typing import Any
@@ -156,15 +157,12 @@ class Timeline:
 
     def in_flight_over_time(self) -> list[tuple[float, int]]:
         """Return times in seconds, each with the number of minibatches in flight from then on."""
-        changes = [change for start, end in self.flights().values() for change in ((start, 1), (end, -1))]
-        curve: list[tuple[float, int]] = []
-        count = 0
-        for when, change in sorted(changes):
-            count += change
-            if curve and curve[-1][0] == when:
-                curve.pop()
-            curve.append((when, count))
-        return curve
+        changes: Counter[float] = Counter()
+        for start, end in self.flights().values():
+            changes[start] += 1
+            changes[end] -= 1
+        times = sorted(changes)
+        return [*zip(times, accumulate(changes[when] for when in times), strict=True)]
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return the JSON object that https://ui.perfetto.dev and chrome://tracing open."""

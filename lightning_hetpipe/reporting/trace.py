@@ -7,7 +7,7 @@ microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetpipe.rules.schedule import EVALUATE, IDLE, TURN, Row, Span
@@ -20,9 +20,16 @@ Event = dict[str, Any]
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """Convert ``timeline`` to the JSON object of a trace. Its ``otherData`` has time 0 in seconds since 1970."""
-    events = sorted([*_spans(timeline), *_arrows(timeline), *_counters(timeline)], key=_when)
+    threads = {row: thread for thread, row in enumerate(timeline.rows, start=1)}
+
+    def event(phase: str, name: str, row: Row | None = None, start: float = 0.0, **more: Any) -> Event:
+        """Return an event that starts at ``start`` seconds in ``row``, or is of the whole virtual worker."""
+        place = {"pid": timeline.virtual_worker + 1, "tid": 1 if row is None else threads[row]}
+        return {"ph": phase, "name": name, "ts": _microseconds(start), **place, **more}
+
+    events = sorted([*_spans(timeline, event), *_arrows(timeline, event), *_counters(timeline, event)], key=_when)
     return {
-        "traceEvents": [*_names(timeline), *events],
+        "traceEvents": [*_names(timeline, event), *events],
         "displayTimeUnit": "ms",
         "otherData": {"zero": timeline.zero, "in_flight": timeline.in_flight},
     }
@@ -45,78 +52,45 @@ def _when(event: Event) -> tuple[float, int]:
     return event["ts"], "XstfC".index(event["ph"])  # an arrow binds to the span that it begins in
 
 
-def _threads(timeline: Timeline) -> dict[Row, int]:
-    return {row: thread for thread, row in enumerate(timeline.rows, start=1)}
+def _names(timeline: Timeline, event: Callable[..., Event]) -> Iterator[Event]:
+    worker = timeline.virtual_worker
+    yield event("M", "process_name", args={"name": f"virtual worker {worker}"})
+    yield event("M", "process_sort_index", args={"sort_index": worker + 1})
+    for index, row in enumerate(timeline.rows, start=1):
+        yield event("M", "thread_name", row, args={"name": timeline.label(row)})
+        yield event("M", "thread_sort_index", row, args={"sort_index": index})
 
 
-def _names(timeline: Timeline) -> Iterator[Event]:
-    process = timeline.virtual_worker + 1
-
-    def about(what: str, thread: int, **arguments: Any) -> Event:
-        return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": arguments}
-
-    yield about("process_name", 1, name=f"virtual worker {timeline.virtual_worker}")
-    yield about("process_sort_index", 1, sort_index=process)
-    for row, thread in _threads(timeline).items():
-        yield about("thread_name", thread, name=timeline.label(row))
-        yield about("thread_sort_index", thread, sort_index=thread)
-
-
-def _spans(timeline: Timeline) -> Iterator[Event]:
-    threads = _threads(timeline)
+def _spans(timeline: Timeline, event: Callable[..., Event]) -> Iterator[Event]:
     # The row of an idle stage is empty, because viewers show all other waits.
     waits = [wait for stage in range(timeline.stages) for wait in timeline.waits(stage) if wait.work != IDLE]
     for span in [*timeline.spans, *waits]:
-        start, end = _microseconds(span.start), _microseconds(span.end)
-        number = "batch" if span.work == EVALUATE else "minibatch"
-        arguments = {number: span.minibatch}
+        arguments = {"batch" if span.work == EVALUATE else "minibatch": span.minibatch}
         if span.work != EVALUATE and span.minibatch in timeline.versions:
             arguments["version"] = timeline.versions[span.minibatch]
-        yield {
-            "ph": "X",
-            "name": f"{span.work} {span.minibatch}",  # Perfetto colours by the name without its number
-            "cat": span.row if isinstance(span.row, str) else "wait" if span.work == TURN else "stage",
-            "pid": timeline.virtual_worker + 1,
-            "tid": threads[span.row],
-            "ts": start,
-            "dur": round(end - start, 3),
-            "args": arguments,
-        }
+        name = f"{span.work} {span.minibatch}"  # Perfetto colours by the name without its number
+        kind = span.row if isinstance(span.row, str) else "wait" if span.work == TURN else "stage"
+        lasts = round(_microseconds(span.end) - _microseconds(span.start), 3)
+        yield event("X", name, span.row, span.start, cat=kind, dur=lasts, args=arguments)
 
 
-def _arrows(timeline: Timeline) -> Iterator[Event]:
-    threads = _threads(timeline)
+def _arrows(timeline: Timeline, event: Callable[..., Event]) -> Iterator[Event]:
     ways: dict[int, list[Span]] = {}
     for span in timeline.spans:
         if isinstance(span.row, int) and span.work != EVALUATE:
             ways.setdefault(span.minibatch, []).append(span)
-    for minibatch, way in ways.items():
-        if len(way) == 1:
-            continue
-        for index, span in enumerate(way):
-            last = index + 1 == len(way)
-            event: Event = {
-                "ph": "s" if index == 0 else "f" if last else "t",
-                "name": "minibatch",
-                "cat": "minibatch",
-                "id": f"{timeline.virtual_worker}.{minibatch}",
-                "pid": timeline.virtual_worker + 1,
-                "tid": threads[span.row],
-                "ts": _microseconds(span.start),
-            }
-            yield event | {"bp": "e"} if last else event
+    for minibatch, (first, *others) in ways.items():
+        arrow = {"cat": "minibatch", "id": f"{timeline.virtual_worker}.{minibatch}"}
+        if others:
+            *between, last = others
+            yield event("s", "minibatch", first.row, first.start, **arrow)
+            yield from (event("t", "minibatch", each.row, each.start, **arrow) for each in between)
+            yield event("f", "minibatch", last.row, last.start, **arrow, bp="e")
 
 
-def _counters(timeline: Timeline) -> Iterator[Event]:
+def _counters(timeline: Timeline, event: Callable[..., Event]) -> Iterator[Event]:
     for when, count in timeline.in_flight_over_time():
-        yield {
-            "ph": "C",
-            "name": "in flight",
-            "pid": timeline.virtual_worker + 1,
-            "tid": 1,
-            "ts": _microseconds(when),
-            "args": {"minibatches": count},
-        }
+        yield event("C", "in flight", None, when, args={"minibatches": count})
 
 
 def _microseconds(seconds: float) -> float:

@@ -64,7 +64,7 @@ def made(folder: Path, *, alone: bool) -> Path:
     (head,) = (each for each in heads(allocator) if each.first == 2 and len(each.grouping) == workers)
     plans = PlacedPlans(allocator, 2)
     found = allocator.allocate("placed", head.grouping, shares=False, placement="local", plans=plans)
-    plan = Plan.of_allocation(found, "Task", [each.name for each in layers], CLUSTER)
+    plan = Plan.of(found, "Task", [each.name for each in layers], CLUSTER)
     assert list(plan.problems(CLUSTER)) == []
     assert {worker.stages[-1].place for worker in plan.virtual_workers} == {"cpu:0"}
     assert plan.workers_on_nodes == {"store": workers, "attic": 0, "cellar": 0}

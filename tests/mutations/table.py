@@ -640,7 +640,7 @@ MUTATIONS = (
     Mutation(
         "planning",
         "virtual workers do not take turns on a device that they share",
-        "planning/model/shared_links.py",
+        "planning/model/simulate.py",
         "if self._busy:",
         "if False:",
         ("tests/planning/test_cluster_simulation.py",),
@@ -665,8 +665,8 @@ MUTATIONS = (
         "planning",
         "a profile of one device is taken for another's",
         "planning/plan/profile_file.py",
-        "text = json.dumps(asdict(self), sort_keys=True",
-        'text = json.dumps({**asdict(self), "device": ""}, sort_keys=True',
+        "text = json.dumps(conditions, sort_keys=True",
+        'text = json.dumps({**conditions, "device": ""}, sort_keys=True',
         ("tests/planning/test_profile_cache.py",),
     ),
     Mutation(

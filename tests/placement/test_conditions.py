@@ -47,7 +47,7 @@ def study(
 
 
 def key(shown: ProfilingInput | None = None, device: str = "cpu") -> str:
-    return measuring.conditions(study() if shown is None else shown, device, "32-true").key()
+    return measuring.cache_key(study() if shown is None else shown, device, "32-true")
 
 
 _source = functools.cache(inspect.getsource)

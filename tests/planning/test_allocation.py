@@ -82,7 +82,7 @@ def test_local_placement_is_as_in_a_run() -> None:
     found = Allocator(PlanningProblem(PROFILE, three, optimizer="sgd")).allocate(
         "auto", grouping, shares=False, placement="local"
     )
-    plan = Plan.of_allocation(found, "eight", [layer.name for layer in LAYERS], three)
+    plan = Plan.of(found, "eight", [layer.name for layer in LAYERS], three)
     assert (
         [three.nodes[node].name for node in found.servers] == [*plan.workers_on_nodes] == ["node 1", "node 2", "node 0"]
     )
@@ -227,7 +227,7 @@ def test_where_nothing_fits_the_least_is_lacking() -> None:
 
 def test_an_allocation_makes_a_plan_of_all_virtual_workers() -> None:
     found = allocate("np", shares=True, placement="local")
-    plan = Plan.of_allocation(found, "eight", [layer.name for layer in LAYERS], PAPER)
+    plan = Plan.of(found, "eight", [layer.name for layer in LAYERS], PAPER)
     assert list(plan.problems(PAPER)) == []
     assert (plan.allocation, plan.placement, plan.in_flight) == ("np", "local", found.in_flight)
     assert plan.waves == found.lengths

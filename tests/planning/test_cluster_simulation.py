@@ -264,15 +264,3 @@ def test_the_bound_of_staleness_is_reached(wave: int, in_flight: int) -> None:
 def test_a_run_repeats_for_its_seed() -> None:
     one, same, other = (run_of([4, 4], 3, 1, 0.1, seed) for seed in (1, 1, 2))
     assert one == same != other
-
-
-def test_numbers_that_no_cluster_has_are_refused() -> None:
-    for workers, in_flight, waves in (
-        ([], 1, 1),
-        ([WorkerPipeline(EQUAL, 4)], 0, 1),
-        ([WorkerPipeline(EQUAL, 0)], 1, 1),
-    ):
-        with pytest.raises(ValueError, match="virtual workers, Nm = "):
-            simulate_cluster(workers, in_flight, waves)
-    with pytest.raises(ValueError, match="leave none of 2 waves"):
-        simulate_cluster([WorkerPipeline(EQUAL, 4)], 4, 2).rate(1, 1)

@@ -52,14 +52,6 @@ def test_the_table_shows_the_members_and_their_shares() -> None:
     assert "box RTX-3090:0 75% + T4:1 25%" in str(plan_with())
 
 
-def test_devices_of_a_group() -> None:
-    found = plan_with().groups(0, BOX)
-    assert [[(slot.device.name, slot.number) for slot in group] for group in found] == [
-        [("NVIDIA GeForce RTX 3090", 0), ("T4", 1)],
-        [],
-    ]
-
-
 @pytest.mark.parametrize(
     ("changes", "place", "said"),
     [

@@ -49,7 +49,7 @@ def allocate(own: Allocator, head: Head, shares: bool = False) -> Allocation:
 
 
 def plan_of(made: Allocation, given: Cluster, profile: Profile = CLASSIFIER) -> Plan:
-    return Plan.of_allocation(made, profile.model, [layer.name for layer in profile.layers], given)
+    return Plan.of(made, profile.model, [layer.name for layer in profile.layers], given)
 
 
 def test_heavy_layers_with_little_work_are_placed() -> None:

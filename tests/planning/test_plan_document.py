@@ -109,7 +109,7 @@ def test_of_a_choice() -> None:
     assert sorted(stage.device for stage in worker.stages) == ["T4:0 (estimated)", "T4:1 (estimated)"]
     assert [(stage.first_layer, stage.last_layer) for stage in worker.stages] == [(0, 1), (2, 3)]
     assert [stage.memory_bytes for stage in worker.stages] == [stage.memory.total for stage in choice.stages]
-    assert plan.slots(0, cluster) == [stage.slot for stage in choice.stages]
+    assert plan.slots(cluster) == [stage.slot for stage in choice.stages]
 
 
 def test_a_plan_with_recomputation_says_so(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_it_is_for_devices_that_are_there() -> None:
     ]:
         with pytest.raises(SettingError, match=says):
             PLAN.check(other)
-    assert [slot.device.name for slot in PLAN.slots(0, BOX)] == ["NVIDIA GeForce RTX 3090", "T4"]
+    assert [slot.device.name for slot in PLAN.slots(BOX)] == ["NVIDIA GeForce RTX 3090", "T4"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.model.shared_links import SharedLink
+from lightning_hetpipe.planning.model.cluster_simulation import SharedLink
 
 
 def ends(*transfers: tuple[float, float], bandwidth: float = 1.0) -> dict[int, float]:

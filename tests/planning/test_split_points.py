@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.model.cluster import Cluster, Node
+from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.estimate import times_on
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.search.split_points import (
     partition,
     partition_within,
@@ -106,12 +106,6 @@ def test_examples(times: list[float], stages: int, splits: tuple[int, ...]) -> N
     assert partition(times, stages) == splits
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(3, 0), (3, -1), (3, 4), (0, 1)])
-def test_what_cannot_be_divided_is_refused(layers: int, stages: int) -> None:
-    with pytest.raises(ValueError, match=f"cannot divide {layers} layers among {stages} stages"):
-        partition([1.0] * layers, stages)
-
-
 @settings(deadline=None)
 @given(workloads())
 def test_stage_times_are_the_sums_of_their_layers(case: tuple[list[float], int]) -> None:
@@ -141,10 +135,3 @@ def test_on_given_devices_it_is_the_best_of_all_with_as_many_stages(
     every = all_partitions(len(profile.layers), len(slots))
     assert splits in every
     assert slowest(splits) == pytest.approx(min(map(slowest, every)), rel=1e-9)
-
-
-def test_more_stages_on_given_devices_than_layers() -> None:
-    one = Profile("m", 1, [LayerBytes("0", 1, 1, 0)], {"gpu": [Times(1.0, 1.0)]}, {})
-    cluster = Cluster([Node("box", ["gpu", "gpu"])])
-    with pytest.raises(ValueError, match="cannot divide 1 layers among 2 stages"):
-        split_points_in_order(one, cluster, cluster.slots)

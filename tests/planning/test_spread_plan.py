@@ -138,7 +138,7 @@ def test_what_does_not_fit_says_what_is_lacking() -> None:
     assert not found.fits
     assert found.help is not None
     assert (found.help.in_flight, found.help.recompute) == (None, None)
-    assert found.help.lacking == {0: 10 * MIB, 1: 10 * MIB}
+    assert [stage.overflow for stage in found.stages] == [10 * MIB, 10 * MIB]
 
 
 @pytest.mark.parametrize("asked", [None, 2])

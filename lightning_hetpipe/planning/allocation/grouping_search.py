@@ -27,7 +27,6 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import NEAR, Allocation, Allocator, Kinds
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, Group, Grouping
 from lightning_hetpipe.planning.allocation.placed import placed
-from lightning_hetpipe.planning.model.cluster import DeviceSlot
 
 ENOUGH = 0.97
 """Fraction of the best throughput at which fewer virtual workers win: N of them act like N times the learning rate."""
@@ -125,9 +124,7 @@ class _GroupingSearch:
         known: dict[object, int] = {}
         self._kind = [known.setdefault((node.own_link, node.devices), len(known)) for node in cluster.nodes]
         """Number of each node's kind. Equal nodes have equal numbers."""
-        self._devices: list[list[DeviceSlot]] = [[] for _ in cluster.nodes]
-        for slot in sorted(cluster.slots, key=lambda slot: -allocator.speed(slot)):
-            self._devices[slot.node].append(slot)
+        self._devices = [sorted(own, key=lambda slot: -allocator.speed(slot)) for own in cluster.slots_by_node]
         self._longest = min(LONGEST, len(allocator.profile.layers))
 
     def named(self) -> Iterator[Grouping]:

@@ -29,7 +29,7 @@ Grouping: TypeAlias = tuple[Group, ...]
 
 def node_partition(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -> Grouping:
     """NP: make one virtual worker per node."""
-    return tuple(map(tuple, _by_node(cluster)))
+    return cluster.slots_by_node
 
 
 def equal_distribution(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -> Grouping:
@@ -38,7 +38,7 @@ def equal_distribution(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -
     Raises:
         SettingError: if nodes have unequal numbers of devices.
     """
-    nodes = _by_node(cluster)
+    nodes = cluster.slots_by_node
     for node, own in zip(cluster.nodes, nodes, strict=True):
         if len(own) != len(nodes[0]):
             raise SettingError(
@@ -57,7 +57,7 @@ def hybrid_distribution(cluster: Cluster, speed: Callable[[DeviceSlot], float]) 
     Raises:
         SettingError: if the number of nodes, or of devices of a node, is odd.
     """
-    nodes = _by_node(cluster)
+    nodes = cluster.slots_by_node
     if len(nodes) % 2:
         raise SettingError(
             f"allocation='hd' pairs the nodes, and the cluster has {len(nodes)}, an odd number; use 'np' or 'auto'"
@@ -85,10 +85,3 @@ PLACED = "placed"
 
 ALLOCATIONS = (*GROUPINGS, PLACED, "auto")
 """All values of the setting ``allocation``."""
-
-
-def _by_node(cluster: Cluster) -> list[list[DeviceSlot]]:
-    found: list[list[DeviceSlot]] = [[] for _ in cluster.nodes]
-    for slot in cluster.slots:
-        found[slot.node].append(slot)
-    return found

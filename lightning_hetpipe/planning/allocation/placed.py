@@ -145,15 +145,12 @@ def heads(allocator: Allocator) -> Iterator[Head]:
 
 def _groupings(cluster: Cluster, head: DeviceSlot) -> Iterator[Grouping]:
     """Yield the groupings with this ``head``, the group of its own node last."""
-    nodes: dict[int, list[DeviceSlot]] = {}
-    for slot in cluster.slots:
-        if slot != head:
-            nodes.setdefault(slot.node, []).append(slot)
-    order = sorted(nodes, key=lambda node: node == head.node)
-    groups = tuple((*nodes[node], head) for node in order)
+    others = [own for node, own in enumerate(cluster.slots_by_node) if node != head.node]
+    beside = [slot for slot in cluster.slots_by_node[head.node] if slot != head]
+    groups = tuple((*own, head) for own in (*others, beside) if own)
     if len(groups) > 1:
         yield groups
-    if groups and head.node not in nodes:
+    if groups and not beside:
         yield (*groups, (head,))
 
 

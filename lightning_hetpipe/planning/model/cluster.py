@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Annotated
 
 from lightning_hetpipe.errors import SettingError
@@ -202,11 +202,15 @@ class Cluster:
             raise SettingError(f"two nodes of the Cluster are named '{twice[0]}'; give each a name of its own")
 
     @property
+    def slots_by_node(self) -> tuple[tuple[DeviceSlot, ...], ...]:
+        """The devices of each node."""
+        nodes = enumerate(self.nodes)
+        return tuple(tuple(DeviceSlot(n, d, device) for d, device in enumerate(node.devices)) for n, node in nodes)
+
+    @property
     def slots(self) -> tuple[DeviceSlot, ...]:
         """All devices, node by node."""
-        return tuple(
-            DeviceSlot(n, d, device) for n, node in enumerate(self.nodes) for d, device in enumerate(node.devices)
-        )
+        return tuple(chain(*self.slots_by_node))
 
     @property
     def slots_by_place(self) -> dict[tuple[str, int], DeviceSlot]:

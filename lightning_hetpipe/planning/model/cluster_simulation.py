@@ -23,13 +23,12 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import Cluster
-from lightning_hetpipe.planning.model.shared_links import SharedDevice, SharedLink
-from lightning_hetpipe.planning.model.simulate import Crossing, PipelineRun, PlacedWeights, WorkerPipeline
+from lightning_hetpipe.planning.model.simulate import Crossing, PipelineRun, PlacedWeights, SharedDevice, WorkerPipeline
 from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.rules.waves import may_pull
 
@@ -72,13 +71,8 @@ class ClusterSimulation:
         """Return the minibatches per second of all virtual workers, without the ``first`` and the ``last`` waves.
 
         Since all virtual workers have the same number of waves, the last virtual worker to end a wave counts.
-
-        Raises:
-            ValueError: if no wave is left.
         """
         until = self.waves - last
-        if not 0 <= first < until <= self.waves:
-            raise ValueError(f"first={first} and last={last} leave none of {self.waves} waves")
         began, ended = (
             max(worker.published[wave * worker.wave - 1] if wave else 0.0 for worker in self.workers)
             for wave in (first, until)
@@ -106,19 +100,64 @@ def simulate_cluster(
         jitter: Variation of the tasks' times, see :class:`~lightning_hetpipe.planning.model.simulate.PipelineRun`. The
             factors are drawn from ``seed``, the virtual worker, the minibatch and the task.
         versions: Weight versions that minibatches use, by default the versions of weight stashing.
-
-    Raises:
-        ValueError: if a number is out of its range.
     """
-    wrong = in_flight < 1 or waves < 1 or jitter < 0 or clock_distance < 0
-    if not workers or wrong or any(not each.stages or each.wave < 1 for each in workers):
-        raise ValueError(
-            f"{len(workers)} virtual workers, Nm = {in_flight}, {waves} waves, D = {clock_distance}, jitter = {jitter}"
-        )
     run = _ClusterRun(
         workers, versions or Versions(STASH, in_flight), waves, _Network(cluster, servers), clock_distance
     )
     return run.simulation(jitter, seed)
+
+
+T = TypeVar("T")
+
+
+class SharedLink(Generic[T]):
+    """One direction of a link with a finite ``bandwidth`` in bytes/s. ``T`` is a transfer's type.
+
+    At any moment all transfers on a link get equal parts of the bandwidth, like connections of one network. A clock
+    counts the bytes that every transfer has been given since the link was last idle. A transfer ends when this clock
+    has advanced by its bytes. So a start or an end changes the pace of all transfers, and only the next end must be
+    known.
+    """
+
+    __slots__ = ("_bandwidth", "_ends", "_given", "_order", "_since", "carried", "changes", "name")
+
+    def __init__(self, name: str, bandwidth: float) -> None:
+        self.name = name
+        self.carried = 0.0
+        """Bytes of all transfers so far."""
+        self.changes = 0
+        """Number of starts and ends. The result of :meth:`due` holds until the next one."""
+        self._bandwidth = bandwidth
+        self._given = 0.0
+        self._since = 0.0
+        self._order = itertools.count()
+        self._ends: list[tuple[float, int, T]] = []
+
+    def add(self, now: float, nbytes: float, transfer: T) -> None:
+        """Start ``transfer`` of ``nbytes`` at the time ``now``."""
+        if self._ends:
+            self._given += (now - self._since) * self._bandwidth / len(self._ends)
+        else:
+            self._given = 0.0
+        self._since = now
+        self.carried += nbytes
+        heapq.heappush(self._ends, (self._given + nbytes, next(self._order), transfer))
+        self.changes += 1
+
+    def due(self) -> float | None:
+        """Return the time at which the next transfer ends if none starts before, or None without transfers."""
+        if not self._ends:
+            return None
+        return self._since + (self._ends[0][0] - self._given) * len(self._ends) / self._bandwidth
+
+    def take(self, now: float) -> list[T]:
+        """End the transfers that are over at the time that :meth:`due` returned, at least one, and return them."""
+        self._given, self._since = self._ends[0][0], now
+        over = []
+        while self._ends and self._ends[0][0] <= self._given:
+            over.append(heapq.heappop(self._ends)[2])
+        self.changes += 1
+        return over
 
 
 Moves: TypeAlias = Sequence[tuple[int, float]]

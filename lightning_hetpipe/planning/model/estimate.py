@@ -68,12 +68,10 @@ class Help:
         in_flight: Largest Nm at which some plan fits, or None.
         recompute: Nm at which some plan fits with ``recompute=True``: the largest up to the requested Nm, or the best
             Nm if none was requested. None if no plan fits, or if ``recompute`` is set already.
-        lacking: Bytes that devices of the plan lack, by stage. With this additional memory the plan fits.
     """
 
     in_flight: int | None
     recompute: int | None
-    lacking: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -131,10 +129,8 @@ class Estimate:
         if found.recompute is not None:
             fewer = " or fewer" if found.recompute > 1 else ""
             lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute}{fewer}")
-        if found.lacking:
-            each = [f"{in_bytes(more)} on {self.stages[stage].slot}" for stage, more in sorted(found.lacking.items())]
-            lines.append(f"more memory: {' and '.join(each)}")
-        return lines
+        lacks = [f"{in_bytes(stage.overflow)} on {stage.slot}" for stage in self.stages if stage.overflow]
+        return [*lines, f"more memory: {' and '.join(lacks)}"] if lacks else lines
 
 
 def lacking(stages: Iterable[StageEstimate]) -> dict[DeviceSlot, int]:

@@ -31,9 +31,6 @@ class Times(NamedTuple):
     def divided(self, speed: float) -> Times:
         return Times(*(seconds / speed for seconds in self))
 
-    def at_least(self, other: Times) -> Times:
-        return Times(*map(max, self, other))
-
 
 SHORTEST = Times(20e-6, 40e-6)
 """Seconds that any layer takes on a GPU: about four kernels in its forward, eight in its backward, and 5 us per launch.
@@ -270,7 +267,7 @@ class Profile:
             speed = gpu.speed(precision)
             base = min(bases, key=lambda each: abs(math.log(speed / bases[each])))
             least = SHORTEST if self.is_scaled(base) else Times(0.0, 0.0)
-            times[name] = [each.divided(speed / bases[base]).at_least(least) for each in self.times[base]]
+            times[name] = [Times(*map(max, each.divided(speed / bases[base]), least)) for each in self.times[base]]
             estimated[name] = base
         return replace(self, times=times, estimated=estimated)
 

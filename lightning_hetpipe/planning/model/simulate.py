@@ -35,7 +35,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetpipe.planning.model.shared_links import SharedDevice
 from lightning_hetpipe.rules.schedule import Call, CallOrder, Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Versions
 
@@ -245,6 +244,34 @@ def simulate(
     run = PipelineRun(given, versions, minibatches, synchronise=synchronise, tasks=tasks)
     run.advance()
     return Simulation(tasks, tuple(run.published), tuple(run.held))
+
+
+class SharedDevice:
+    """Device with stages of several virtual workers, which computes their tasks one by one as they come.
+
+    A stage has at most one task there at a time, so virtual workers take turns.
+    """
+
+    __slots__ = ("_busy", "_waiting")
+
+    def __init__(self) -> None:
+        self._busy = False
+        self._waiting: deque[Callable[[float], None]] = deque()
+
+    def take(self, now: float, start: Callable[[float], None]) -> None:
+        """Call ``start`` with the time, ``now`` or later, at which the caller gets the device."""
+        if self._busy:
+            self._waiting.append(start)
+        else:
+            self._busy = True
+            start(now)
+
+    def free(self, now: float) -> None:
+        """End the running task and start the next one."""
+        if self._waiting:
+            self._waiting.popleft()(now)
+        else:
+            self._busy = False
 
 
 class PipelineRun:

@@ -73,7 +73,7 @@ class Plan(CheckedRecord):
     @classmethod
     def of(
         cls,
-        found: Estimate,
+        found: Estimate | Allocation,
         model: str,
         layers: Sequence[str],
         cluster: Cluster,
@@ -82,14 +82,29 @@ class Plan(CheckedRecord):
         clock_distance: int = 0,
         nominal: Collection[DeviceSlot] = (),
     ) -> Plan:
-        """Make the plan of one virtual worker.
+        """Make the plan of one virtual worker, or of all virtual workers of an allocation.
 
         Args:
-            found: Choice of :func:`~lightning_hetpipe.planning.search.choice.best_plan`, or estimate for given stages.
+            found: Choice of :func:`~lightning_hetpipe.planning.search.choice.best_plan`, estimate for given stages, or
+                allocation.
             cluster: The cluster for which it was found.
             estimated: Names of the devices whose times come from a data sheet.
+            clock_distance: D of one virtual worker. An allocation has its own.
             nominal: The devices whose memory comes from a data sheet.
         """
+        if isinstance(found, Allocation):
+            workers = zip(found.choices, found.rates, found.lengths, strict=True)
+            return replace(
+                cls.of(found.choices[0], model, layers, cluster),
+                wave=found.lengths[0],
+                clock_distance=found.clock_distance,
+                bottleneck_s=max(choice.bottleneck for choice in found.choices),
+                minibatches_per_second=found.rate,
+                virtual_workers=tuple(PlannedWorker.of(*each, cluster, estimated, nominal) for each in workers),
+                allocation=found.name,
+                placement=found.placement,
+                network_bytes=round(found.network_bytes),
+            )
         return cls(
             model=model,
             in_flight=found.in_flight,
@@ -97,39 +112,12 @@ class Plan(CheckedRecord):
             clock_distance=clock_distance,
             bottleneck_s=found.bottleneck,
             minibatches_per_second=found.rate,
-            virtual_workers=(PlannedWorker.of(found, found.rate, cluster, estimated, nominal),),
+            virtual_workers=(PlannedWorker.of(found, found.rate, None, cluster, estimated, nominal),),
             layers=tuple(layers),
             recompute=found.recompute,
             spread=found.spread,
             weights=found.versions.policy.name,
             accumulate_grad_batches=found.versions.every,
-        )
-
-    @classmethod
-    def of_allocation(
-        cls,
-        found: Allocation,
-        model: str,
-        layers: Sequence[str],
-        cluster: Cluster,
-        estimated: Collection[str] = (),
-        *,
-        nominal: Collection[DeviceSlot] = (),
-    ) -> Plan:
-        """Make the plan of all virtual workers of an allocation. Arguments are as for :meth:`of`."""
-        first = found.choices[0]
-        workers = zip(found.choices, found.rates, found.lengths, strict=True)
-        return replace(
-            cls.of(first, model, layers, cluster, estimated, clock_distance=found.clock_distance),
-            wave=found.lengths[0],
-            bottleneck_s=max(choice.bottleneck for choice in found.choices),
-            minibatches_per_second=found.rate,
-            virtual_workers=tuple(
-                PlannedWorker.of(choice, rate, cluster, estimated, nominal, wave) for choice, rate, wave in workers
-            ),
-            allocation=found.name,
-            placement=found.placement,
-            network_bytes=round(found.network_bytes),
         )
 
     @classmethod
@@ -278,24 +266,14 @@ class Plan(CheckedRecord):
         other = other or f"'{longer[len(shorter)]}' and what follows is {where} only"
         return f"it has {len(self.layers)} layers and the model {len(layers)}; {other}"
 
-    def slots(self, virtual_worker: int, cluster: Cluster) -> list[DeviceSlot]:
-        """Return the device of ``cluster`` for each stage.
+    def slots(self, cluster: Cluster) -> list[DeviceSlot]:
+        """Return the device of ``cluster`` for each stage of the first virtual worker.
 
         Raises:
             SettingError: if the cluster lacks a device, or if :meth:`check` refuses the plan.
         """
         self.check(cluster)
-        return [cluster.slots_by_place[stage.at] for stage in self.virtual_workers[virtual_worker].stages]
-
-    def groups(self, virtual_worker: int, cluster: Cluster) -> list[list[DeviceSlot]]:
-        """Return for each stage the devices of ``cluster`` that divide its layers, in order, perhaps none.
-
-        Raises:
-            SettingError: as :meth:`slots`.
-        """
-        self.check(cluster)
-        stages = self.virtual_workers[virtual_worker].stages
-        return [[cluster.slots_by_place[each.at] for each in stage.group] for stage in stages]
+        return [cluster.slots_by_place[stage.at] for stage in self.virtual_workers[0].stages]
 
 
 def _memory_problems(on_device: Mapping[str, PlannedStage | PlannedMember], memory: int | None) -> Iterator[Problem]:

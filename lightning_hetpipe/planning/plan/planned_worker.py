@@ -214,10 +214,10 @@ class PlannedWorker(CheckedRecord):
         cls,
         found: Estimate,
         rate: float,
+        wave: int | None,
         cluster: Cluster,
         estimated: Collection[str],
         nominal: Collection[DeviceSlot],
-        wave: int | None = None,
     ) -> PlannedWorker:
         """Make the virtual worker of an estimate with ``rate`` minibatches per second. For the rest see ``Plan.of``."""
 

@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model import cluster
@@ -106,29 +106,10 @@ def load(path: str | PathLike[str]) -> Profile:
     return cast(Profile, read(file / "profile.json" if file.is_dir() else file, PROFILE, VERSION))
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Conditions of a profile on one device. If one of them differs, the model is measured again.
-
-    Attributes:
-        layers: For each layer in order, its name and a text that changes with its computation: its graph or its code.
-        parameters: Name, shape and dtype of each parameter.
-        inputs: Shape and dtype of each tensor of a minibatch.
-        settings: Everything else that was set: torch's threads, TF32, ...
-    """
-
-    layers: Sequence[tuple[str, str]]
-    parameters: Sequence[tuple[str, Sequence[int], str]]
-    inputs: Sequence[tuple[Sequence[int], str]]
-    precision: str
-    torch: str
-    device: str
-    settings: Mapping[str, str]
-
-    def key(self) -> str:
-        """Return a file name that is equal for equal conditions, in any process and on any machine."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:40]
+def key_of(conditions: Mapping[str, Any]) -> str:
+    """Return a file name that is equal for equal conditions of measuring, in any process and on any machine."""
+    text = json.dumps(conditions, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 class ProfileCache:

@@ -229,7 +229,7 @@ class _Search:
             fewer = self.most(in_flight - 1)
             if fewer is None and self._problem.may_spread and spread_plan(self._problem).fits:
                 fewer = 1
-            return Help(fewer, again, {n: stage.overflow for n, stage in enumerate(found.stages) if stage.overflow})
+            return Help(fewer, again)
 
         reason = f"no plan was found that fits at Nm = {in_flight}; this one lacks the least memory"
         if found.spread:

@@ -40,11 +40,7 @@ def partition(times: Sequence[float], stages: int) -> tuple[int, ...]:
 
     Return the first layer of each stage. ``times`` are the layers' seconds, forward and backward, not negative. Ties
     are settled as in :func:`best_split_points`.
-
-    Raises:
-        ValueError: if there are more stages than layers, or no stage.
     """
-    _check(len(times), stages)
     return best_split_points([between(times)] * stages)
 
 
@@ -53,7 +49,6 @@ def partition_within(times: Sequence[float], sizes: Sequence[int], room: Sequenc
 
     If no partition fits, return the one whose largest size, as a fraction of the stage's room, is smallest.
     """
-    _check(len(times), len(room))
     seconds, taken = between(times), between(sizes)
     longest = sum(times)
     return best_split_points([np.where(taken <= each, seconds, longest + taken / each) for each in room])
@@ -67,10 +62,8 @@ def split_points_in_order(
     Memory is no limit. Neighbours on one device count as linked like any two devices of the node.
 
     Raises:
-        ValueError: if there are more stages than layers.
         SettingError: if the profile has no times of a device.
     """
-    _check(len(profile.layers), len(slots))
     costs = Costs(profile, cluster, kinds_of(cluster, slots, apart=True), recompute)
     kinds = range(len(slots))
     return best_split_points([costs.stage(kinds, index) for index in kinds])
@@ -101,11 +94,6 @@ def best_split_points(costs: Sequence[NDArray[Any]]) -> tuple[int, ...]:
 def stage_times(times: Sequence[float], splits: Sequence[int]) -> list[float]:
     """Return the seconds of each stage, for layers with ``times`` and stages that start at the layers ``splits``."""
     return [sum(times[a:b]) for a, b in zip(splits, [*splits[1:], len(times)], strict=True)]
-
-
-def _check(layers: int, stages: int) -> None:
-    if not 1 <= stages <= layers:
-        raise ValueError(f"cannot divide {layers} layers among {stages} stages")
 
 
 def spread_plan(problem: PlanningProblem) -> Estimate:
