@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from lightning_hetpipe.pipeline.memory import PlannedMemory, less
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Parcel, Result
-from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams, Timed, WaitingStream
+from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, Timed, shared_streams
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.user.lock import MainThread, Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
@@ -104,8 +103,6 @@ class Engine:
         self.following: list[Segment | None] = [part for own in self._of_piece for part in (*own[1:], None)]
         self.preceding: list[Segment | None] = [part for own in self._of_piece for part in (None, *own[:-1])]
         self.streams = streams or Streams()
-        if self.evaluates:  # threads share this thread's streams, and wait for each pass
-            self.streams = Streams(partial(WaitingStream, others=devices), Stream())
         self.root_device = devices[-1]
         if not self.evaluates:
             check_shared([self._layers[segment.first : segment.last + 1] for segment in self._segments])
@@ -148,7 +145,11 @@ class Engine:
         """Start the threads. The calling thread takes the lock over user code."""
         for stage in self.stages:
             stage.start()
-        enter = WaitingStream(self.root_device, [stage.device for stage in self.stages]).enter
+            if self.evaluates:  # on the live weights, as user code has left them
+                layers = nn.ModuleList([layer.module for layer in stage.layers])
+                stage.compute(lambda: None, [*layers.parameters(), *layers.buffers()])
+        others = [stage.device for stage in self.stages if stage.device != self.root_device]
+        enter = shared_streams([*others, self.root_device])
         name, threads = "hetpipe-evaluation" if self.evaluates else "hetpipe-runner", self._settings.torch_threads
         self._runners = [Worker(f"{name}-{index}", _run, threads, enter) for index in range(self.in_flight)]
         self.main.take_lock()
@@ -209,6 +210,8 @@ class Engine:
             raise minibatch.failure
         found, last = minibatch.gradients, dict[nn.Parameter, Tensor]()
         user, behind = self.streams.user, list[StreamEvent]()
+        if self.evaluates and minibatch.arrived_after is not None:
+            behind.append(minibatch.arrived_after)
         for weight, sum in minibatch.sums.items():
             (last if weight in minibatch.continued else found)[weight] = sum.gradient
             user.join(sum.event, [sum.gradient])

@@ -212,7 +212,8 @@ class Stage:
     def compute(self, work: Callable[[], None], tensors: Sequence[Tensor]) -> Future[StreamEvent | None]:
         """Do ``work`` with ``tensors`` of user code in the stage's thread and stream, before all tasks that wait. The
         result is the event behind it."""
-        behind, future = self._user_stream.record([self.device]), Future[StreamEvent | None]()
+        behind = self._user_stream.record([self.device, *(tensor.device for tensor in tensors)])
+        future = Future[StreamEvent | None]()
 
         def run() -> None:
             self._doing = _WAKE.message, time.monotonic()
@@ -365,7 +366,7 @@ class Stage:
             if isinstance(message, Backward):
                 result, event = self._backward(message, parcel)
             elif self._settings.evaluates:
-                result, event = self._evaluate(message), None
+                result, event = self._evaluate(message, parcel.event)
             else:
                 result, event = self._forward(message, parcel.event)
         except BaseException as error:
@@ -388,11 +389,15 @@ class Stage:
         if (following := order.close(minibatch)) is not None:
             self.put(following)  # behind what became ready before it
 
-    # Each returns its result, and the event behind which it is computed. An evaluation waits in its stream.
+    # Each returns its result, and the event behind which it is computed.
 
-    def _evaluate(self, task: Forward) -> Output:
+    def _evaluate(self, task: Forward, event: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
+        self.stream.join(event, task.value.tensors)
         with self._computing("evaluate", task.minibatch):
-            return Output(task.minibatch, task.segment, self._runners[task.segment].evaluate(task))
+            value = self._runners[task.segment].evaluate(task)
+        # Operators on a tied weight compute where it lies.
+        event = self.stream.record(tensor.device for tensor in value.tensors)
+        return Output(task.minibatch, task.segment, value), event
 
     def _forward(self, task: Forward, event: StreamEvent | None) -> tuple[Output, StreamEvent | None]:
         number, segment = task.minibatch, task.segment

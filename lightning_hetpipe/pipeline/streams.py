@@ -61,9 +61,10 @@ class Stream:
         """Enter the stream. Called first in the stage's thread."""
 
     def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
-        """Return an event behind all work that this thread has given to ``devices``, or None if it is computed. A
-        stage's stream has one device, and ignores ``devices``."""
-        return None
+        """Return an event behind all work that this thread has given to its own device and to ``devices``, or None if
+        it is computed."""
+        streams = self._copy_streams.on(devices)
+        return DeviceEvents(streams) if streams else None
 
     def join(
         self, event: StreamEvent | None, tensors: Iterable[Tensor] = (), devices: Iterable[torch.device] = ()
@@ -94,30 +95,16 @@ class Stream:
         """Wait until all work given to the device is computed."""
 
 
-class WaitingStream(Stream):
-    """Stream of a thread that waits until its work on ``device`` is computed, and shares its maker's streams. It shares
-    them on ``device`` and on the ``others`` from which it copies. They are mostly the default streams, but user code
-    may call ``fit`` in another stream."""
+def shared_streams(devices: Sequence[torch.device]) -> Callable[[], None]:
+    """Return a function by which another thread enters this thread's streams on ``devices``. They are mostly the
+    default streams, but user code may call ``fit`` in another stream. The thread's device is the last accelerator."""
+    streams = [torch.accelerator.current_stream(device) for device in dict.fromkeys(devices) if accelerates(device)]
 
-    def __init__(self, device: torch.device, others: Iterable[torch.device] = ()) -> None:
-        super().__init__()
-        others = [other for other in dict.fromkeys(others) if accelerates(other) and other != device]
-        self._others = [torch.accelerator.current_stream(other) for other in others]
-        self._stream = torch.accelerator.current_stream(device) if accelerates(device) else None
-
-    def enter(self) -> None:
-        for stream in self._others:
+    def enter() -> None:
+        for stream in streams:
             torch.accelerator.set_stream(stream)
-        if self._stream is not None:
-            torch.accelerator.set_stream(self._stream)  # last, and with it this thread's device
 
-    def spent(self, since: Any) -> None:
-        self.synchronize()
-        super().spent(since)
-
-    def synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+    return enter
 
 
 class _CopyStreams:
@@ -125,6 +112,10 @@ class _CopyStreams:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
+
+    def on(self, devices: Iterable[torch.device]) -> list[torch.Stream]:
+        """Return the streams on those of ``devices`` that have one."""
+        return [self._streams[device] for device in set(devices) if device in self._streams]
 
     def of(self, tensors: Iterable[Tensor], own: torch.Stream | None = None) -> set[torch.Stream]:
         """Return the streams that copy ``tensors``. ``own`` is the thread's stream on its device, and remains it."""
@@ -176,7 +167,7 @@ class DeviceStream(Stream):
         torch.accelerator.set_stream(self._stream)  # and with it this thread's device
 
     def record(self, devices: Iterable[torch.device] = ()) -> DeviceEvents:
-        return DeviceEvents([self._stream])
+        return DeviceEvents([self._stream, *self._copy_streams.on(devices)])
 
     def join(
         self, event: StreamEvent | None, tensors: Iterable[Tensor] = (), devices: Iterable[torch.device] = ()

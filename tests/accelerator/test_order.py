@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline import streams, values
@@ -16,9 +17,11 @@ from lightning_hetpipe.pipeline.values import DeviceComparison, unequal
 from tests.exact.pipelines import Pinned, even
 from tests.exact.running import assert_same_run, fit
 from tests.exact.test_captured import CASES, made
+from tests.exact.test_devices import Evaluates
 from tests.support.accelerator import NAME, TestAccelerator
 from tests.support.accelerator.build import extension
 from tests.support.models import CLASSES, SGD, Task, mlp, vectors, whole_batches
+from tests.support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -200,6 +203,9 @@ class HostWaits(L.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self.counts.append(extension().host_waits())
 
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.counts.append(extension().host_waits())
+
 
 @pytest.mark.parametrize(("name", "stages"), [("gpt", 1), ("gpt", 2), ("resnet", 2)])
 def test_no_minibatch_makes_the_host_wait(accelerator: TestAccelerator, name: str, stages: int) -> None:
@@ -265,6 +271,25 @@ def test_a_late_change_through_data_is_refused(accelerator: TestAccelerator) -> 
             accelerator=accelerator,
             devices=2,
         )
+
+
+class Validates(Evaluates):
+    """Logs nothing, for which Lightning would wait."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.task.compute(batch)
+
+
+@pytest.mark.parametrize("name", ["gpt", "norms"])
+def test_no_batch_of_an_evaluation_makes_the_host_wait(accelerator: TestAccelerator, name: str) -> None:
+    seen, strategy = HostWaits(), even(9, 2, 3)
+    loader = vectors(20, 4) if name == "norms" else whole_batches(CASES[name][1])
+    loader = DataLoader(ConcatDataset([loader.dataset] * 3), loader.batch_size)
+    task = Validates(normed() if name == "norms" else made(name))
+    quiet_trainer(strategy, accelerator=accelerator, devices=2, callbacks=[seen]).validate(task, loader, verbose=False)
+    steady = seen.counts[2:]
+    assert len(steady) > 5
+    assert steady == steady[:1] * len(steady)
 
 
 def test_a_device_answers_which_tensors_differ() -> None:

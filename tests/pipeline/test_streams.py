@@ -14,16 +14,13 @@ from torch.nn.utils import prune
 
 from benchmarks.line import Line
 from lightning_hetpipe.pipeline import values
-from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.streams import (
     DeviceStream,
     Stream,
     Streams,
     Timed,
     UserStream,
-    WaitingStream,
+    shared_streams,
 )
 from lightning_hetpipe.pipeline.user.minibatch import Step
 from tests.pipeline.streams import FakeStream, StreamRaces
@@ -364,30 +361,10 @@ def test_user_code_computes_in_the_stream_in_which_fit_was_called(torch_streams:
     gpu = torch.device("cuda:0")
     mine, default = FakeTorchStream(gpu), FakeTorchStream(gpu)
     torch.accelerator.set_stream(mine)  # type: ignore[arg-type]
-    stream = WaitingStream(gpu)
+    enter = shared_streams([gpu, torch.device("cpu")])
     torch.accelerator.set_stream(default)  # type: ignore[arg-type]  # what another thread has
-    stream.enter()
+    enter()
     assert FakeTorchStream.current[gpu] is mine
-    stream.synchronize()
-    assert (mine.synchronized, default.synchronized) == (1, 0)
-
-
-def test_evaluating_threads_share_the_streams_of_all_devices(torch_streams: type[FakeTorchStream]) -> None:
-    """A stage copies what it is given from another GPU in a stream there: in one of its own it would not wait for user
-    code or the stage before, which compute in Lightning's."""
-    first, second = torch.device("cuda:0"), torch.device("cuda:1")
-    theirs = {device: FakeTorchStream(device) for device in (first, second)}
-    torch_streams.current = dict(theirs)
-    layers = [Layer(name, nn.Tanh()) for name in ("first", "second")]
-    settings = StageSettings(RandomGenerators(0), 2, 1, None, evaluates=True)
-    engine = Engine([("piece", layers)], (0, 1), (first, second), settings, 60.0)
-    for stage in engine.stages:
-        torch_streams.current = {
-            first: FakeTorchStream(first),
-            second: FakeTorchStream(second),
-        }  # what another thread has
-        stage.stream.enter()
-        assert torch_streams.current == {**theirs, torch.device("cuda"): theirs[stage.device]}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which looks for waits itself")

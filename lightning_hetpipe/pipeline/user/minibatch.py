@@ -248,7 +248,9 @@ class Minibatch:
         """Return the outputs of ``call``, where user code computes."""
         self._often[call.which.piece] += 1
         outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
-        self._engine.streams.user.join(self.arrived_after, outputs.tensors)
+        # An evaluation reads live weights, which user code may change next, on all devices.
+        devices = [stage.device for stage in self._engine.stages] if self.evaluates else ()
+        self._engine.streams.user.join(self.arrived_after, outputs.tensors, devices)
         return outputs.on(self._engine.root_device)
 
     def _expected(self, piece: int, name: str) -> Call:
