@@ -160,8 +160,8 @@ class SharedLink(Generic[T]):
         return over
 
 
-Moves: TypeAlias = Sequence[tuple[int, float]]
-"""Pairs for one transfer: the index of a link, and the bytes that the transfer moves over this link."""
+Moves: TypeAlias = "Sequence[tuple[SharedLink[_Transfer], float]]"
+"""Pairs for one transfer: a link, and the bytes that the transfer moves over this link."""
 
 Done: TypeAlias = Callable[[float], None]
 
@@ -170,9 +170,9 @@ class _Network:
     """Shared links of a cluster: into and out of each node, and of the memory of each node with a server."""
 
     def __init__(self, cluster: Cluster | None, servers: Sequence[int]) -> None:
-        self.links: list[SharedLink[_Transfer]] = []
+        self.links: dict[tuple[int, str], SharedLink[_Transfer]] = {}
+        """Links with a finite bandwidth, by node and direction."""
         self._servers = servers
-        self._index: dict[tuple[int, str], int] = {}
         self._latency = 0.0
         if cluster is None:
             return
@@ -200,8 +200,7 @@ class _Network:
 
     def _add(self, node: int, direction: str, name: str, bandwidth: float) -> None:
         if bandwidth < math.inf:
-            self._index[node, direction] = len(self.links)
-            self.links.append(SharedLink(f"{name} {direction}", bandwidth))
+            self.links[node, direction] = SharedLink(f"{name} {direction}", bandwidth)
 
     def _held(
         self, weights: Sequence[PlacedWeights], mine: str, its: str, memory: str
@@ -214,10 +213,10 @@ class _Network:
                 yield server, its, each.nbytes
 
     def _sums(self, moves: Iterable[tuple[int, str, float]]) -> Moves:
-        found: dict[int, float] = {}
+        found: dict[SharedLink[_Transfer], float] = {}
         for node, direction, nbytes in moves:
-            if nbytes and (index := self._index.get((node, direction))) is not None:
-                found[index] = found.get(index, 0.0) + nbytes
+            if nbytes and (link := self.links.get((node, direction))) is not None:
+                found[link] = found.get(link, 0.0) + nbytes
         return [*found.items()]
 
 
@@ -303,7 +302,7 @@ class _ClusterRun:
             SimulatedWorker(each.wave, tuple(each.run.published), each.waited, tuple(each.synchronised), each.staleness)
             for each in self._workers
         ]
-        traffic = {link.name: link.carried for link in self._network.links}
+        traffic = {link.name: link.carried for link in self._network.links.values()}
         return ClusterSimulation(tuple(workers), self._waves, traffic)
 
     def _at(self, when: float, act: Done) -> None:
@@ -391,8 +390,7 @@ class _ClusterRun:
             done(now)
             return
         transfer = _Transfer(len(moves), done)
-        for index, nbytes in moves:
-            link = self._network.links[index]
+        for link, nbytes in moves:
             link.add(now, nbytes, transfer)
             self._changed[link] = None
 
