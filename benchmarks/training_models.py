@@ -247,7 +247,8 @@ def optimizer_of(task: Task, parameters: Iterator[nn.Parameter]) -> torch.optim.
             weights = [*parameters]
             matrices = [each for each in weights if each.ndim >= 2]
             others = [each for each in weights if each.ndim < 2]
-            return Muon([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}], lr=1e-3)
+            groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+            return Muon(groups, lr=1e-3, foreach=False)  # else it multiplies stacks of matrices, and steps whole
 
 
 MODELS: Mapping[ModelName, Model] = {

@@ -105,7 +105,7 @@ def after_closure(
         depth += 1
         if depth > 1:
             return None
-        closure = kwargs.get("closure")
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:  # a loss scaler has called it
             released.enter_context(stepping())
             return None
@@ -115,7 +115,7 @@ def after_closure(
             released.enter_context(stepping())
             return result
 
-        return args, {**kwargs, "closure": run}
+        return args[:1], {**kwargs, "closure": run}
 
     def stepped(*_: Any) -> None:
         nonlocal depth

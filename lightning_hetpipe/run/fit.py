@@ -205,6 +205,9 @@ class Fit(Driver, TrainerRun):
         self.offer()
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        for each in self._around:
+            if isinstance(each, StageSteps):
+                each.optimizer = optimizer  # a callback may have replaced it
         return around_step(optimizer, self._around) if self._around else nullcontext()
 
     def evaluation_step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -18,9 +19,10 @@ from tests.exact.running import after, assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_devices import Evaluates
 from tests.exact.test_sums import Programmed, Several
+from tests.oracle import Recipe
 from tests.support.accelerator import TestAccelerator
 from tests.support.marks import slow_except
-from tests.support.models import ADAMW, mlp, vectors, whole_batches
+from tests.support.models import ADAMW, mlp, sentences, tied_language_model, vectors, whole_batches
 from tests.support.trainers import quiet_trainer
 
 NAMES = ["resnet", "gpt", "dropout", "translator", "pieces"]
@@ -50,12 +52,19 @@ def test_gradients_are_added_in_order_across_devices(accelerator: TestAccelerato
     assert_equal(expected, fit(task, loader, strategy=Pinned((0, 1), 3), accelerator=accelerator, devices=2))
 
 
-def test_stages_step_their_own_weights(accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+SOAP = Recipe(lambda model: pytorch_optimizer.SOAP(model.parameters(), lr=0.01, precondition_frequency=2))
+
+
+@pytest.mark.parametrize(("make", "recipe"), [(mlp, ADAMW), (mlp, SOAP), (tied_language_model, ADAMW)])
+def test_stages_step_their_own_weights(
+    make: Any, recipe: Recipe, accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the streams of the stages: the accelerator refuses a step without the waits before and after it."""
-    monkeypatch.setattr(StageSteps, "divides", lambda self: True)
-    task, loader = mlp(ADAMW), vectors(24, 4)
+    monkeypatch.setattr(StageSteps, "divides", lambda self: self._steps > 1)  # states are from whole steps
+    task, loader = make(recipe), (vectors if make is mlp else sentences)(24, 4)
+    layers = len(list(task.net.children()))
     expected = expect(task, loader, 3)
-    assert_equal(expected, fit(task, loader, strategy=even(7, 4, 3), accelerator=accelerator, devices=4))
+    assert_equal(expected, fit(task, loader, strategy=even(layers, 4, 3), accelerator=accelerator, devices=4))
 
 
 def val_loss(task: Evaluates, loader: DataLoader[object]) -> object:

@@ -14,20 +14,21 @@ import pytest
 import pytorch_optimizer
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lightning_hetpipe.run.stage_steps import StageSteps, steps_by_weight
-from tests.exact.pipelines import even
-from tests.exact.running import assert_equal, expect, fit
-from tests.oracle import Recipe
-from tests.support.models import Task, mlp, recurring, sentences, tied_language_model, vectors
+from tests.exact.pipelines import delayed, even
+from tests.exact.running import Record, assert_equal, assert_same_run, expect, fit
+from tests.oracle import Batch, Outputs, Recipe
+from tests.support.models import Learner, Task, mlp, recurring, sentences, tied_language_model, vectors
 
 
-def matrices_apart(kind: Any, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    """Two groups: matrices with ``settings``, and other weights."""
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """Matrices by Muon, one by one, and other weights by AdamW."""
     matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
     others = [weight for weight in model.parameters() if weight.ndim < 2]
-    found: torch.optim.Optimizer = kind([{"params": matrices, **settings}, {"params": others, "use_muon": False}])
-    return found
+    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+    return pytorch_optimizer.Muon(groups, foreach=False)
 
 
 def schedule_free(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -49,7 +50,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True, amsgrad=True),
     "fused": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
     "Muon": lambda model: torch.optim.Muon([each for each in model.parameters() if each.ndim == 2], lr=0.01),
-    "other Muon": partial(matrices_apart, pytorch_optimizer.Muon, use_muon=True),
+    "other Muon": muon,
     "SOAP": lambda model: pytorch_optimizer.SOAP(model.parameters(), lr=0.01, precondition_frequency=2),
     "Lion": lambda model: pytorch_optimizer.Lion(model.parameters(), lr=0.01),
     "ScheduleFreeSGD": partial(schedule_free, pytorch_optimizer.ScheduleFreeSGD),
@@ -131,6 +132,65 @@ def test_a_failure_in_a_stage_is_raised_and_groups_are_whole(
     assert len(optimizer.param_groups[0]["params"]) == 8
 
 
+class Outside(Learner):
+    """Has a large weight on no stage, and a loss that looks at all weights of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe(OPTIMIZERS["Adam"]))
+        self.net = mlp().net
+        self.outside = nn.Parameter(torch.ones(512, 512))
+        self.seen: set[int] = set()
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        if self._trainer is not None:
+            self.seen.add(len(self.trainer.optimizers[0].param_groups[0]["params"]))
+        return {"loss": F.cross_entropy(self.net(x), y) + self.outside.square().mean()}
+
+
+def test_user_code_sees_whole_groups(threads: list[str]) -> None:
+    torch.manual_seed(5)
+    task, loader = Outside(), vectors(40, 4)
+    expected = expect(task, loader, 4, max_epochs=1)
+    assert_equal(expected, fit(task, loader, strategy=delayed(even(7, 2, 4), 3), max_epochs=1))
+    assert threads
+    assert task.seen == {9}
+
+
+class Replaces(L.Callback):
+    """Gives the trainer another optimizer."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.strategy.optimizers = [torch.optim.Adam(pl_module.parameters(), lr=0.05)]
+
+
+def test_an_optimizer_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(divides: bool) -> Record:
+        torch.manual_seed(5)
+        monkeypatch.setattr(StageSteps, "divides", lambda self: divides)
+        task = mlp(Recipe(OPTIMIZERS["SGD"]))
+        return fit(task, vectors(32, 4), [Replaces()], strategy=even(7, 2, 3), max_epochs=1)
+
+    assert_same_run(run(False), run(True))
+
+
+@pytest.mark.parametrize("by_stages", [False, True])
+def test_a_patched_step_may_give_its_closure_by_position(by_stages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock over user code was released before the closure ran, and the fit waited for ever."""
+
+    def patched(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        own = optimizer.step
+        optimizer.step = lambda closure=None: own(closure)  # type: ignore[method-assign]
+        return optimizer
+
+    monkeypatch.setattr(StageSteps, "divides", lambda self: by_stages)
+    task, loader = mlp(Recipe(patched)), vectors(18, 3)
+    expected = expect(task, loader, 3, max_epochs=1)
+    assert_equal(expected, fit(task, loader, strategy=even(7, 2, 3), max_epochs=1))
+
+
 def test_the_faster_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first step, both ways are timed by turns, twice for ten steps each. Then the shorter way goes on."""
     for seconds, goes_on in [(0.8, True), (0.95, False)]:
@@ -156,6 +216,8 @@ def test_which_optimizers_step_by_weight() -> None:
     assert not steps_by_weight(Own(weights))
     assert not steps_by_weight(torch.optim.LBFGS(weights))
     assert not steps_by_weight(pytorch_optimizer.Prodigy(weights))
+    assert not steps_by_weight(pytorch_optimizer.Muon([{"params": weights, "use_muon": True}]))  # stacks of matrices
+    assert not steps_by_weight(torch.optim.Adam(weights, lr=torch.tensor(0.1)))
     scheduled, compiled = torch.optim.Adam(weights), torch.optim.Adam(weights)
     torch.optim.lr_scheduler.StepLR(scheduled, 2)
     assert steps_by_weight(scheduled)
