@@ -272,22 +272,21 @@ def put_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
                 buffer.copy_(earlier)
 
 
-class Given:
-    """Containers in the arguments of ``forward`` of the module ``name`` before a call."""
-
-    def __init__(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._name = name
-        try:
-            bound = inspect.signature(forward).bind(*args, **kwargs).arguments
-        except TypeError:  # the call itself will say so
-            bound = {}
-        self._containers = [(path, value, _items(value)) for path, value in _containers(bound, "")]
-
-    def refuse_changes(self) -> None:
-        """Refuse, by a :class:`SideEffect` that names the argument, a container that has other items now."""
-        for path, value, earlier in self._containers:
-            if not same_objects(_items(value), earlier):
-                raise SideEffect(self._name, f"changes its argument '{path}' (a {type(value).__name__})")
+@contextmanager
+def refusing_changes(
+    name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Context manager around a call of ``forward`` of the module ``name``, which refuses a container in the arguments
+    that has other items after the call, by a :class:`SideEffect` that names the argument."""
+    try:
+        bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    except TypeError:  # the call itself will say so
+        bound = {}
+    containers = [(path, value, _items(value)) for path, value in _containers(bound, "")]
+    yield
+    for path, value, earlier in containers:
+        if not same_objects(_items(value), earlier):
+            raise SideEffect(name, f"changes its argument '{path}' (a {type(value).__name__})")
 
 
 def refuse_noticed(name: str, frozen: FrozenValues, *kinds: str) -> None:
