@@ -116,12 +116,6 @@ class FrozenValues:
         self._replaced |= not all(isinstance(value, PLAIN) for each in found for value in (each.before, each.now))
         return told(found)
 
-    def changes(self, before: Moment) -> list[str]:
-        """Return the paths of values that have changed since ``before``, without tolerated changes."""
-        return [
-            path for path in dict.fromkeys(each.path for each in before.differences()) if path not in self.tolerated
-        ]
-
     def is_own(self, path: str) -> bool:
         """Return True if ``path`` is an attribute of the module or of its parts, or lies in such an attribute."""
         return any(path == own or path.startswith((f"{own}.", f"{own}[")) for own in self._own)
@@ -220,8 +214,10 @@ class StateBefore:
         self._containers = _with_items([*map(vars, parts), *owned])
 
     def changed(self) -> list[str]:
-        """Return the paths of changes outside the module's own attributes, and inside them below their first level."""
-        return self._frozen.changes(self._before)
+        """Return the paths of changes outside the module's own attributes, and inside them below their first level.
+        Tolerated changes are left out."""
+        paths = dict.fromkeys(each.path for each in self._before.differences())
+        return [path for path in paths if path not in self._frozen.tolerated]
 
     def undo_buffers(self) -> None:
         """Give the modules the buffers that they held, with their memory and values.
