@@ -89,13 +89,11 @@ class Captured:
             given_names = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((args, kwargs)))
             if self._fixed is not None and not changing and not given_names:
                 raise PipelineRefusal(self._fixed)
-            way_out = (
-                "give it numbers as tensors, and decide by them with torch.where"
-                if changing
-                else "pad them to the same shapes"
-            )
+            way_out = "pad them to the same shapes"
             if given_names:
                 way_out = "leave strings that it does not read, such as names of files, out of its call"
+            elif changing:
+                way_out = "give it numbers as tensors, and decide by them with torch.where"
             raise PipelineRefusal(
                 f"'{self._name}' was given inputs of more than {VARIANTS} kinds, each of which needs its own graph"
                 f" (other shapes, or other numbers where they decide what is computed); {way_out}, or let training_step"
@@ -317,15 +315,13 @@ class Captured:
     def _other_layers(self, marked: Sequence[str]) -> PipelineRefusal:
         """Refuse a later graph, with nodes in modules of the paths ``marked``, that splits unlike the first graph."""
         alike = called_alike(self._module, self._marked, marked)
-        names = [*self.beside, *(f"{self._name}.{path}" for path in alike)]
+        way_out = "call it in the same way in every minibatch"
+        if len(alike) > 1:
+            names = [*self.beside, *(f"{self._name}.{path}" for path in alike)]
+            way_out = f"pipeline what all minibatches call alike (module={names!r})"
         return PipelineRefusal(
             f"'{self._name}' computes by other layers for these inputs than in the first minibatch, as where"
-            " it repeats a block more often, takes another head, or no longer freezes a part; "
-            + (
-                f"pipeline what all minibatches call alike (module={names!r})"
-                if len(alike) > 1
-                else "call it in the same way in every minibatch"
-            )
+            f" it repeats a block more often, takes another head, or no longer freezes a part; {way_out}"
         )
 
 
@@ -359,15 +355,12 @@ def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 def inputs_on(device: torch.device, inputs: T) -> T:
     """Replace tensors in ``inputs`` on other devices of this type by stand-ins on ``device``."""
-    found: T = pytree.tree_map_only(
-        Tensor,
-        lambda each: (
-            _empty(each, device).requires_grad_(each.requires_grad)
-            if each.device.type == device.type and each.device != device
-            else each
-        ),
-        inputs,
-    )
+
+    def stand_in(each: Tensor) -> Tensor:
+        is_elsewhere = each.device.type == device.type and each.device != device
+        return _empty(each, device).requires_grad_(each.requires_grad) if is_elsewhere else each
+
+    found: T = pytree.tree_map_only(Tensor, stand_in, inputs)
     return found
 
 

@@ -176,7 +176,10 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     for name, value in vars(module).items():
         if name in _TORCHS_OWN or name in computed:
             continue
-        value = _behind_stand_ins(name, value)
+        # The user's attribute is behind replacements by random generators and redirects.
+        while isinstance(value, Redirect) or (name == "forward" and type(value).__module__ == generators.__name__):
+            replaced = getattr(value, "replaced", None)
+            value = ABSENT if replaced is None else replaced
         if value is not ABSENT:
             found[name] = value
     return found
@@ -224,14 +227,6 @@ def sets_attribute(layer: str, module: nn.Module, attribute: str, line: str | No
         f"layer '{layer}' sets its attribute '{attribute}' (of {type(module).__name__}) in forward{where}, which only"
         " its copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
     )
-
-
-def _behind_stand_ins(name: str, value: Any) -> Any:
-    """Return the user's attribute behind replacements by random generators and redirects."""
-    while isinstance(value, Redirect) or (name == "forward" and type(value).__module__ == generators.__name__):
-        replaced = getattr(value, "replaced", None)
-        value = ABSENT if replaced is None else replaced
-    return value
 
 
 _INPUTS = (Tensor, *PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.ScriptObject, nn.Module)

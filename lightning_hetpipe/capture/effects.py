@@ -116,12 +116,6 @@ class FrozenValues:
         self._replaced |= not all(isinstance(value, PLAIN) for each in found for value in (each.before, each.now))
         return told(found)
 
-    def changes(self, before: Moment) -> list[str]:
-        """Return the paths of values that have changed since ``before``, without tolerated changes."""
-        return [
-            path for path in dict.fromkeys(each.path for each in before.differences()) if path not in self.tolerated
-        ]
-
     def is_own(self, path: str) -> bool:
         """Return True if ``path`` is an attribute of the module or of its parts, or lies in such an attribute."""
         return any(path == own or path.startswith((f"{own}.", f"{own}[")) for own in self._own)
@@ -220,8 +214,10 @@ class StateBefore:
         self._containers = _with_items([*map(vars, parts), *owned])
 
     def changed(self) -> list[str]:
-        """Return the paths of changes outside the module's own attributes, and inside them below their first level."""
-        return self._frozen.changes(self._before)
+        """Return the paths of changes outside the module's own attributes, and inside them below their first level.
+        Tolerated changes are left out."""
+        paths = dict.fromkeys(each.path for each in self._before.differences())
+        return [path for path in paths if path not in self._frozen.tolerated]
 
     def undo_buffers(self) -> None:
         """Give the modules the buffers that they held, with their memory and values.
@@ -272,22 +268,21 @@ def put_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
                 buffer.copy_(earlier)
 
 
-class Given:
-    """Containers in the arguments of ``forward`` of the module ``name`` before a call."""
-
-    def __init__(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._name = name
-        try:
-            bound = inspect.signature(forward).bind(*args, **kwargs).arguments
-        except TypeError:  # the call itself will say so
-            bound = {}
-        self._containers = [(path, value, _items(value)) for path, value in _containers(bound, "")]
-
-    def refuse_changes(self) -> None:
-        """Refuse, by a :class:`SideEffect` that names the argument, a container that has other items now."""
-        for path, value, earlier in self._containers:
-            if not same_objects(_items(value), earlier):
-                raise SideEffect(self._name, f"changes its argument '{path}' (a {type(value).__name__})")
+@contextmanager
+def refusing_changes(
+    name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Context manager around a call of ``forward`` of the module ``name``, which refuses a container in the arguments
+    that has other items after the call, by a :class:`SideEffect` that names the argument."""
+    try:
+        bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    except TypeError:  # the call itself will say so
+        bound = {}
+    containers = [(path, value, _items(value)) for path, value in _containers(bound, "")]
+    yield
+    for path, value, earlier in containers:
+        if not same_objects(_items(value), earlier):
+            raise SideEffect(name, f"changes its argument '{path}' (a {type(value).__name__})")
 
 
 def refuse_noticed(name: str, frozen: FrozenValues, *kinds: str) -> None:

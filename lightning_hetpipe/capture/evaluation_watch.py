@@ -85,7 +85,7 @@ class EvaluationWatch(Watch):
         if overlaps:  # it is left to user code, which may run it while stages run the other
             return call.run()
         with call.own_forward():
-            return self._try(self._known.get(module) or Piece.of(call.name, module), call)
+            return self._try(self._known.get(module) or Piece(call.name, module), call)
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         if self._known:

@@ -24,7 +24,7 @@ from torch.export import Dim, ShapesCollection, export
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.capture.contents import SetsState, sets_attribute, unknown_in, without_opaque
-from lightning_hetpipe.capture.effects import FrozenValues, Given, SideEffect, untouched
+from lightning_hetpipe.capture.effects import FrozenValues, SideEffect, refusing_changes, untouched
 from lightning_hetpipe.capture.grouping import base_of, written_by
 from lightning_hetpipe.capture.noticed_calls import is_users, line_for_people
 from lightning_hetpipe.capture.prepared_modules import without_checkpoints
@@ -275,12 +275,11 @@ def _as_one_call(
         for number in numbers:
             leaves[number] = leaves[number].item()
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        given = Given(name, forward, args, kwargs)
         held["forward"] = forward
+        tracing = traced_as_called() if as_called else contextlib.nullcontext()
         try:
-            with decisions, WritesByData(module), traced_as_called() if as_called else contextlib.nullcontext():
+            with refusing_changes(name, forward, args, kwargs), decisions, WritesByData(module), tracing:
                 output = without_opaque(name, forward(*args, **kwargs))
-            given.refuse_changes()
             return output, decisions.asked
         finally:
             held["forward"] = call

@@ -328,10 +328,8 @@ def _spans(graph: fx.Graph, found: Sequence[LayerNodes]) -> Iterator[tuple[tuple
     for node in compute_nodes(graph):
         written, viewed = _written_and_viewed(node)
         for value in written:
-            same = shares.setdefault(value, {value})
-            if (
-                base := base_of(value)
-            ).op == "get_attr":  # a buffer: whoever reads it has to be with whoever changes it
+            same, base = shares.setdefault(value, {value}), base_of(value)
+            if base.op == "get_attr":  # a buffer: whoever reads it has to be with whoever changes it
                 users = [layer[user] for one in same for user in (one, *one.users) if user in layer]
                 yield (min(users), max(users)), str(base.target)
             else:

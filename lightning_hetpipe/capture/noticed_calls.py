@@ -8,6 +8,7 @@ it runs, and asks here about each call.
 from __future__ import annotations
 
 import dis
+import inspect
 import io
 import linecache
 import logging
@@ -45,12 +46,7 @@ PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 def _code(function: Callable[..., Any]) -> CodeType:
-    inner: Any = function
-    while not hasattr(inner, "__code__"):
-        inner = inner.__wrapped__
-    while hasattr(inner, "__wrapped__"):  # contextlib.contextmanager, and other decorators
-        inner = inner.__wrapped__
-    code: CodeType = inner.__code__
+    code: CodeType = inspect.unwrap(function).__code__  # behind contextlib.contextmanager, and other decorators
     return code
 
 

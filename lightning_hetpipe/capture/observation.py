@@ -278,7 +278,7 @@ class WatchedCall(Checked):
     def end(self, module: nn.Module, gave: Any) -> None:
         """Record that the call of ``module`` is over and returned ``gave``."""
         self.gave, self.outputs = Value.of(gave), tensors_of(gave)
-        self.counters = self._count()
+        self.counters = _counters(self._tensors())
         seen = {address_of(tensor) for tensor in self._tensors()} - {None}
         for path, buffer in module.named_buffers():
             if path not in self.buffers or self.buffers[path].shape != buffer.shape:
@@ -304,10 +304,7 @@ class WatchedCall(Checked):
     @property
     def was_changed(self) -> bool:
         """True if later code has changed arguments or results in place."""
-        return self.counters != self._count()
-
-    def _count(self) -> list[int]:
-        return [version_counter(tensor) for tensor in self._tensors()]
+        return self.counters != _counters(self._tensors())
 
     def _tensors(self) -> Sequence[Tensor]:
         return self.given.tensors + (() if self.gave is None else self.gave.tensors)
@@ -339,15 +336,11 @@ def user_bytes(
 
 
 def _saved(nodes: Iterable[Any]) -> dict[tuple[torch.device, int], int]:
-    return blocks([tensor for node in nodes for tensor in _saved_by(node)])
-
-
-def _saved_by(node: Any) -> Iterator[Tensor]:
-    """Yield what ``node`` keeps, packed if hooks have packed it, since unpacking would run user code."""
-    for name in _names(node.__class__):
-        value = getattr(node, name)
-        packed = (each.data for each in (value if isinstance(value, tuple) else [value]) if hasattr(each, "data"))
-        yield from (each for each in packed if isinstance(each, Tensor))
+    """Return the blocks of what ``nodes`` keep, packed if hooks have packed it, since unpacking would run user code."""
+    values = [getattr(node, name) for node in nodes for name in _names(node.__class__)]
+    kept = [each for value in values for each in (value if isinstance(value, tuple) else [value])]
+    packed = [getattr(each, "data", None) for each in kept]
+    return blocks([each for each in packed if isinstance(each, Tensor)])
 
 
 @cache

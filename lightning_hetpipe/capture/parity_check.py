@@ -184,8 +184,7 @@ def _varies(run: Callable[[], tuple[Value, list[Value]]], found: Value, gave: Va
     if repeats or not all_equal(zip(before, states_of_torch(), strict=True)):  # what default generators draw
         return False
     return all(
-        one.shape == other.shape
-        and (alike(one, other, tolerance_of(autocast, one)) if one.is_floating_point() else _same(one, other))
+        one.shape == other.shape and (alike(one, other, autocast) if one.is_floating_point() else _same(one, other))
         for one, other in pairs
     )
 
@@ -279,7 +278,7 @@ def refuse_other_gradients(
     found = [of_graph.get(id(tensor)) for tensor in wanted.values()]
     largest = max((_norm(gradient) for gradient in of_module if gradient is not None), default=0.0)
     for name, one, other in zip(wanted, of_module, found, strict=True):
-        if not alike(one, other, tolerance_of(call.autocast, one), largest):
+        if not alike(one, other, call.autocast, largest):
             raise PipelineRefusal(
                 f"the graph that torch.export makes of '{piece.name}' gives other gradients than the module itself, of"
                 f" {name} first, so that the module does something in its backward that the graph does not see; do"
@@ -325,16 +324,13 @@ def _of_graph(
     return found
 
 
-def tolerance_of(autocast: Autocast, tensor: Tensor | None) -> Tolerance:
-    """Return the allowed difference of ``tensor`` if it was computed under ``autocast``."""
-    low = any(dtype is not None for _, dtype in autocast.dtypes)
-    return ROUGH if low or (tensor is not None and tensor.element_size() < 4) else EXACT
-
-
-def alike(one: Tensor | None, other: Tensor | None, tolerance: Tolerance, largest: float = 0.0) -> bool:
-    """Return True if two tensors of one shape differ by rounding, or by little next to a tensor of norm ``largest``."""
+def alike(one: Tensor | None, other: Tensor | None, autocast: Autocast, largest: float = 0.0) -> bool:
+    """Return True if two tensors of one shape, computed under ``autocast``, differ by rounding, or by little next to a
+    tensor of norm ``largest``."""
     if one is None or other is None:
         return one is other
+    low = one.element_size() < 4 or any(dtype is not None for _, dtype in autocast.dtypes)
+    tolerance = ROUGH if low else EXACT
     size, difference = _norm(one), _norm(one - other.to(one.device))
     if difference != difference:  # both may have infinite entries, from the made-up gradients of outputs
         return not bool(torch.isfinite(one).all()) and not bool(torch.isfinite(other).all())

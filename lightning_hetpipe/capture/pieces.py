@@ -69,15 +69,12 @@ class Piece:
     layers: list[Layer] = field(default_factory=list)
     inputs: list[list[Value]] = field(default_factory=list)
     autocast: Autocast = field(default_factory=Autocast.current)
-    single: SingleLayer | None = None
+    single: SingleLayer | None = field(default=None, init=False)
     captured: Captured | None = None
     wants_graph: bool = False
 
-    @staticmethod
-    def of(name: str, module: nn.Module, wants_graph: bool = False) -> Piece:
-        """Make a piece of ``module``, which has no layers yet."""
-        single = SingleLayer(module) if is_single(module) else None
-        return Piece(name, module, single=single, wants_graph=wants_graph)
+    def __post_init__(self) -> None:
+        self.single = SingleLayer(self.module) if is_single(self.module) else None
 
     def names_without_graph(self) -> list[str]:
         """Return the names of its layers if a Sequential of torch's own modules had no graph."""

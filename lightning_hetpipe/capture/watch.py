@@ -221,7 +221,7 @@ class TrainingWatch(Watch):
         """Run the called module once and unchanged, and record what the call shows."""
         began, before = _now(), self._observing
         earlier = [each for each in self._calls if each.piece.module is call.module and not self._open]
-        piece = earlier[0].piece if earlier else Piece.of(call.name, call.module, self.wants_graphs)
+        piece = earlier[0].piece if earlier else Piece(call.name, call.module, wants_graph=self.wants_graphs)
         node = CallNode(piece, training=call.module.training)
         if any(each.training is not node.training for each in earlier):
             node.refusal = PipelineRefusal(

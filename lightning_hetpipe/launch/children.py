@@ -30,7 +30,8 @@ OnEnd = Callable[[int, int], None]
 """Function of the virtual worker's number among all and its process's return code, negative for a signal."""
 
 # Errors that follow from another process's error, or from a request to end, explain nothing.
-_CONSEQUENCES = ("PeerFailed:", "SIGTERMException:", f"{ToldToEnd.__name__}:")
+_TOLD = f"{ToldToEnd.__name__}:"
+_CONSEQUENCES = ("PeerFailed:", "SIGTERMException:", _TOLD)
 
 _LOOK = 0.05  # seconds between looks at the messages of children that are to end
 
@@ -71,11 +72,6 @@ class Child:
     @property
     def name(self) -> str:
         return f"virtual worker {self.worker}"
-
-    @property
-    def was_told(self) -> bool:
-        """True if it was told to end and has left the other virtual workers, who hear of it through servers."""
-        return self.error is not None and self.error.startswith(f"{ToldToEnd.__name__}:")
 
     def send(self, signum: int) -> None:
         """Send a signal to the child, and SIGINT to all processes of its session, as a terminal does. A process that is
@@ -202,7 +198,8 @@ class Children:
             say(f"{child} {how(code)}, and is started again ({left or 'no'} more restart{'s' * (left != 1)})")
             return again
         try:
-            if failed and not child.was_told:
+            # If it was told to end, it has left the other virtual workers, who hear of it through servers.
+            if failed and not (child.error or "").startswith(_TOLD):
                 ended, sentence = how(code), f"{child} {how(code)}" if child.error is None else ""
                 if child.error is not None and child.lost:
                     ended, sentence = f"was {child.lost}", went_on_without(str(child), child.lost)

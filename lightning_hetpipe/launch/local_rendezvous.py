@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from multiprocessing.connection import wait
 from typing import NamedTuple
 
 from lightning_hetpipe.errors import SettingError, notice_if_long
@@ -72,14 +71,6 @@ class FirstProcess(NamedTuple):
     launch: str
     variables: dict[str, str]
     pipe: int | None
-
-    @property
-    def has_ended(self) -> bool:
-        """True once that process, which sends nothing more, has ended or closed the connection."""
-        return bool(wait([self.connection], 0))
-
-    def close(self) -> None:
-        self.connection.close()
 
 
 def ask(launch: str, timeout: float) -> FirstProcess:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def lost() -> Exception | None:
     child = parent_watch.this_child()
     if child is not None and child.orphaned:
         return PeerFailed("the launcher has ended")
-    if _first is not None and _first.has_ended:
+    if _first is not None and wait([_first.connection], 0):  # it sends nothing more, so it has ended
         return FirstLost()
     return None if _server is None else _server.failure
 
@@ -261,7 +262,7 @@ def _meet_first(launch: LaunchSettings) -> FirstProcess:
     name = _launch_of(launch.environment)
     if _first is None or _first.launch != name:
         _first = local_rendezvous.ask(name, launch.timeout)
-        _undo.callback(_first.close)
+        _undo.callback(_first.connection.close)
         if _first.pipe is not None:
             supervision.tell(_first.pipe)
     return _first

@@ -43,18 +43,6 @@ def _is_window(value: Sequence[int]) -> bool:
     return len(value) == 2 and 1 <= value[0] <= value[1] < value[0] + LONGEST
 
 
-def _is_stage(value: Any) -> bool:
-    return str(value).isdecimal()
-
-
-def _are_shares(value: Sequence[float]) -> bool:
-    return all(map(is_share, value)) and any(value)
-
-
-def _are_taken(value: Mapping[str, Any]) -> bool:
-    return all(name in _TAKEN for name in value)
-
-
 def _is_address(value: str) -> bool:
     try:
         return split(value)[1] > 0
@@ -68,18 +56,18 @@ Count = Annotated[Stages, Bounds(1, MOST_IN_FLIGHT)]
 _TAKEN = ("backend", "mode", "dynamic", "options")
 CompileOptions = Annotated[
     Mapping[str, Any],
-    _are_taken,
+    lambda value: value.keys() <= set(_TAKEN),
     f"some of torch.compile's arguments {', '.join(_TAKEN)}, such as {{'mode': 'max-autotune-no-cudagraphs'}}",
 ]
 Address = Annotated[str, _is_address, "host:port with a port from 1 to 65535, such as '10.0.0.1:5000'"]
 StageShares = Annotated[
     Sequence[float],
     Length(2),
-    _are_shares,
+    lambda shares: all(map(is_share, shares)) and any(shares),
     "a share for each of at least two devices, 0 or more, such as [2, 1], of which the first device has the unsplit"
     " weights",
 ]
-StageNumber = Annotated[int | str, _is_stage, "the number of a stage, from 0 on"]
+StageNumber = Annotated[int | str, lambda value: str(value).isdecimal(), "the number of a stage, from 0 on"]
 """Key of ``split``. In configurations, keys are text."""
 WaveLength = Annotated[int, Bounds(1, MOST)]
 
@@ -136,10 +124,6 @@ class HetPipeArguments(KnownNames):
         raise NotImplementedError
 
 
-def _are_distinct(values: Sequence[str]) -> bool:
-    return len({*values}) == len(values)
-
-
 class WSPArguments(KnownNames):
     """Constructor of ``WSPCallback``, whose docstring says what each setting means.
 
@@ -159,7 +143,10 @@ class WSPArguments(KnownNames):
         aggregate: Annotated[str, Choices(("sum", "mean"))] = "sum",
         update_dtype: Annotated[str, Choices(("bfloat16", "float16", "float32"))] | None = None,
         servers: Annotated[
-            Sequence[Address], Length(1), _are_distinct, "a list of addresses, each once, such as ['10.0.0.1:5000']"
+            Sequence[Address],
+            Length(1),
+            lambda addresses: len({*addresses}) == len(addresses),
+            "a list of addresses, each once, such as ['10.0.0.1:5000']",
         ]
         | None = None,
         placement: Annotated[str, Choices(PLACEMENTS)] | None = None,

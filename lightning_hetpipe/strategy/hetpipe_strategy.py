@@ -253,7 +253,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         if fitting:
             self._check(trainer, wanted)
         self._workers.divide(trainer)
-        seed = self._workers.agreed(_run_seed())
+        seed = self._workers.agreed(int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed()))
         meta_weights.fill(trainer.lightning_module, seed)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -452,12 +452,6 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
     def _in_flight_now(self) -> int:
         return 1 if self._run.pipeline is None else self._run.pipeline.in_flight
-
-
-def _run_seed() -> int:
-    """Return the seed of the run's random numbers: PL_GLOBAL_SEED if set, otherwise torch's own."""
-    seed = os.environ.get("PL_GLOBAL_SEED")
-    return int(seed) if seed else torch.initial_seed()
 
 
 def _torch_threads() -> int:

@@ -154,17 +154,14 @@ def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
     return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
 def _refuse(module: nn.Module, lacks: Callable[[Tensor], bool]) -> None:
     """Refuse a module if some of its tensors lack values, and name these tensors."""
     names = [name for name, tensor in _all_named(module) if lacks(tensor)]
     if names:
+        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         raise SettingError(
             f"{type(module).__name__} was made on meta, by init_module(empty_init=True) or torch.device('meta'), and"
-            f" nothing gives values to {_listed(names)}; make all of it within init_module(empty_init=True), give such"
+            f" nothing gives values to {shown}; make all of it within init_module(empty_init=True), give such"
             " modules a method reset_parameters that sets them, or load a checkpoint that has them (ckpt_path=...)"
         )
 

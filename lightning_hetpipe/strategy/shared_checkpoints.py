@@ -84,13 +84,22 @@ class SharedCheckpoints:
             note(checkpoint, "wave", synchroniser.wave)  # by which `launch/supervision.py` counts waves
 
     def write(self, checkpoint: dict[str, Any], path: str | Path, native: Callable[[], None]) -> None:
-        """Write by ``native``, Lightning's way, or for returning virtual workers directly, without a CheckpointIO."""
+        """Write by ``native``, Lightning's way, or for returning virtual workers directly, without a CheckpointIO. If
+        that is impossible, leave them an empty file."""
         if self._saves_for != "returning":
             native()
             if self.is_writer and "optimizer_states" in checkpoint:
                 supervision.note_saved(path)
         elif self.is_writer:
-            _write_for_returning(checkpoint, path)
+            try:
+                write(checkpoint, path)
+            except OSError as error:  # such as of a full disk; the others train on
+                os.truncate(path, 0)
+                say(
+                    "those that are ready to come back have to wait for another epoch: no file of the state that they"
+                    f" need can be written in {tempfile.gettempdir()} ({os.strerror(error.errno or 0)}); make room"
+                    " there, or set TMPDIR"
+                )
 
     def load(self, path: str | Path, native: Callable[[], dict[str, Any]], resuming: bool) -> dict[str, Any]:
         """Load by ``native``, or the others' checkpoint if this process comes back. Return it with our own state."""
@@ -144,18 +153,6 @@ class SharedCheckpoints:
             say(f"virtual worker 0 is lost, and virtual worker {group.index} cannot save {path} in its place: {error}")
         else:
             say(f"virtual worker 0 is lost, and virtual worker {group.index} has saved {path}; {how_to_resume(path)}")
-
-
-def _write_for_returning(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write ``checkpoint``. If the disk has no room, leave an empty file and a message, because the others train on."""
-    try:
-        write(checkpoint, path)
-    except OSError as error:
-        os.truncate(path, 0)
-        say(
-            f"those that are ready to come back have to wait for another epoch: no file of the state that they need can"
-            f" be written in {tempfile.gettempdir()} ({os.strerror(error.errno or 0)}); make room there, or set TMPDIR"
-        )
 
 
 def _loaded_from_others(path: str | Path, vw: int) -> dict[str, Any]:

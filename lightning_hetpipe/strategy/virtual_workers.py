@@ -223,7 +223,7 @@ class VirtualWorkers:
         if self.plan is not None and (said := relations.other_than_planned(launch.wsp, self.plan)):
             rank_zero_info(said)
         self.group = program_group.meet(launch, () if hosts is None else hosts.servers)
-        self.group.interrupted = self._is_interrupted
+        self.group.interrupted = lambda: self._trainer is not None and bool(self._trainer.interrupted)
         collectives.share(self._share)
 
     def divide(self, trainer: L.Trainer) -> None:
@@ -335,9 +335,6 @@ class VirtualWorkers:
         return given
 
     # Their end.
-
-    def _is_interrupted(self) -> bool:
-        return self._trainer is not None and bool(self._trainer.interrupted)
 
     def fail(self, exception: BaseException) -> None:
         """Note that ``exception`` ends the run."""

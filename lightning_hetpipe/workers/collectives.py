@@ -207,19 +207,12 @@ def gather_in_chunks(
     return sorted(whole)
 
 
-Exchange = Callable[[bytes | memoryview, Callable[[int, bytes], object]], list[int]]
-"""Function of this one's bytes and a taker of all bytes in parts. It returns the virtual workers with complete
-bytes."""
-
-
-def gather_values(exchange: Exchange, index: int, value: Any, what: str, unequal: bool) -> list[Any]:
-    """Return the values of all virtual workers that take part, in their order.
+def gather_values(group: Group, value: Any, what: str) -> list[Any]:
+    """Return the values of all virtual workers that take part, in their order, by one exchange of bytes.
 
     Args:
-        exchange: Exchange of bytes, called once.
         value: Tensors, numbers, strings, None, and lists, tuples and dicts of them, of any size.
         what: Name of the call, which must be equal on all.
-        unequal: Whether virtual workers have shares of their own, which an error about other calls mentions.
 
     Raises:
         RuntimeError: if other virtual workers have made another call.
@@ -228,11 +221,12 @@ def gather_values(exchange: Exchange, index: int, value: Any, what: str, unequal
     buffer = io.BytesIO()
     torch.save((what, value), buffer)
     found: dict[int, bytearray] = defaultdict(bytearray)
-    whole = exchange(buffer.getbuffer(), lambda vw, part: found[vw].extend(part))
+    whole = group.exchange(buffer.getbuffer(), lambda vw, part: found[vw].extend(part))
     parts = {vw: _loaded(found[vw], vw) for vw in whole}
     if others := [vw for vw, (theirs, _) in parts.items() if theirs != what]:
+        unequal = group.settings.shares != "equal"
         raise RuntimeError(
-            f"virtual worker {index} called {what}, while virtual worker {others[0]} called"
+            f"virtual worker {group.index} called {what}, while virtual worker {others[0]} called"
             f" {parts[others[0]][0]}: such a call has to be made by all of them, in the same order; look for one"
             " that only some make, such as below `if trainer.is_global_zero:`"
             + (", or in a step of a validation or test, where shares give them other numbers of batches" * unequal)

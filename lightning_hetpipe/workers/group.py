@@ -60,6 +60,8 @@ class Group:
         self._handshake = JoinHandshake(launch, found, self._is_lost, self._lose, updates_lost)
         self._has_taken_part = False  # in an epoch
         self._found = found
+        self.coordinator = found.coordinator
+        """Address of the coordinator."""
         self.interrupted: Callable[[], bool] = lambda: False
         """Returns True while an exception ends this virtual worker. Then its gathers return only its own values."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -74,11 +76,6 @@ class Group:
         self._on_return = on_return
         self.seats = Seats(rank.index, rank.size)
         self._knows = False  # whether it knows which departed virtual workers have come back
-
-    @property
-    def coordinator(self) -> str:
-        """Address of the coordinator."""
-        return self._found.coordinator
 
     @property
     def _clients(self) -> list[Client]:
@@ -218,7 +215,7 @@ class Group:
         assert members is not None
         mine = None if returning is None else self.weights.member.incarnation
         told = (dict(ready), self.seats.agreed) if self.index == 0 else None
-        found = self._gather_with_all((self.index, mine, told), "the return of virtual workers")
+        found = gather_values(self, (self.index, mine, told), "the return of virtual workers")
         ready, agreed = found[0][2] or ({}, {})  # without virtual worker 0, all are about to end
         back = [vw for vw, incarnation, _ in found if incarnation is not None and incarnation == ready.get(vw)]
         self.seats.taken = [vw for vw, incarnation, _ in found if incarnation is None or vw in back]
@@ -303,12 +300,9 @@ class Group:
             return [value]
         if self.seats.returning is not None:
             return self.seats.returning.answer(what)
-        values = self._gather_with_all(value, what)
+        values = gather_values(self, value, what)
         self.seats.note_gather(what, values)
         return values
-
-    def _gather_with_all(self, value: Any, what: str) -> list[Any]:
-        return gather_values(self._gathered, self.index, value, what, self.settings.shares != "equal")
 
     def agree(self, value: Any, what: str) -> list[Any]:
         """Gather once in a fit. A process that comes back later gets the result of this agreement."""
@@ -335,13 +329,14 @@ class Group:
         def collected(due: int) -> IO[bytes] | None:
             file = opened() if self.index == 0 else None
             mine = content() if self.index == due else b""
-            whole = self._gathered(mine, lambda vw, part: None if file is None else file.write(part))
+            whole = self.exchange(mine, lambda vw, part: None if file is None else file.write(part))
             return file if due in whole else None
 
         files = {due: collected(due) for due in range(1, self.size)}
         return {due: file for due, file in files.items() if file is not None}
 
-    def _gathered(self, content: bytes | memoryview, take: Callable[[int, bytes], object]) -> list[int]:
+    def exchange(self, content: bytes | memoryview, take: Callable[[int, bytes], object]) -> list[int]:
+        """Exchange contents with all virtual workers that take part, as :func:`gather_in_chunks` does."""
         with self.waiting():
             return gather_in_chunks(content, self._clients[0].gather, take)
 

@@ -16,6 +16,7 @@ from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 from lightning_hetpipe.rules.waves import next_lengths, staleness_bound
 from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
 from lightning_hetpipe.server.transport.interface import Channel
+from lightning_hetpipe.torch_private.tensors import address_of
 from lightning_hetpipe.workers.collectives import tensors_of_first
 from lightning_hetpipe.workers.seats import EXCHANGE
 from lightning_hetpipe.workers.shared_data import Shares
@@ -119,7 +120,7 @@ class Synchroniser:
             if any(machines):  # no wave has ended yet, so all have these weights
                 last = zip(named, self._copies.last, strict=True)
                 self.group.place_on(machines, [(name, weight) for (name, _), weight in last])
-        self._holds = self._copies.are_elsewhere
+        self._holds = any(address_of(parameter) is None for _, parameter in named)
         if self._holds:
             self.group.weights.hold(lambda channel, index: holder(channel, named[index][1]))
         self._copies.go_to_holders()
@@ -131,7 +132,11 @@ class Synchroniser:
 
     @rounded.setter
     def rounded(self, saved: list[Tensor]) -> None:
-        self._copies.restore_roundings(saved)
+        roundings = self._copies.roundings
+        with torch.no_grad():
+            # A checkpoint of a run without ``update_dtype`` has none.
+            for rounding, before in zip(roundings, saved or [torch.zeros(())] * len(roundings), strict=False):
+                rounding.copy_(before)
 
     def let_go(self) -> None:
         """Free the memory of the copies before holders end. Nothing is synchronised any more."""

@@ -39,11 +39,6 @@ class WeightCopies:
         self.roundings: list[Tensor] = []
         self._dtype: torch.dtype | None = None if update_dtype is None else getattr(torch, update_dtype)
 
-    @property
-    def are_elsewhere(self) -> bool:
-        """True if weights are at other processes."""
-        return any(address_of(parameter) is None for _, parameter in self.named)
-
     def begin(self, weights: Sequence[Tensor]) -> None:
         """Make ``weights`` the live weights, and copy them."""
         self._take(weights, everything=True)
@@ -110,12 +105,6 @@ class WeightCopies:
     def no_update(self) -> list[Tensor]:
         """Return an update by zero."""
         return [torch.zeros_like(last, dtype=self._dtype, device="cpu") for last in self.last]
-
-    def restore_roundings(self, saved: Sequence[Tensor]) -> None:
-        """Set the roundings to a checkpoint's, or to zero if it is of a run without ``update_dtype``."""
-        with torch.no_grad():
-            for rounding, before in zip(self.roundings, saved or [torch.zeros(())] * len(self.roundings), strict=False):
-                rounding.copy_(before)
 
     # Synchronisation.
 

@@ -95,8 +95,8 @@ def test_random_numbers_are_the_same_with_and_without_a_graph() -> None:
         for layer in piece.layers:
             value = layer.module(value)
     assert torch.equal(value.sum(), loss)
-    assert torch.equal(Piece.of("net", net).run(generators, 5, (X,), {}).sum(), loss)
-    assert not torch.equal(Piece.of("net", net).run(generators, 6, (X,), {}).sum(), loss)
+    assert torch.equal(Piece("net", net).run(generators, 5, (X,), {}).sum(), loss)
+    assert not torch.equal(Piece("net", net).run(generators, 6, (X,), {}).sum(), loss)
 
 
 # Where there is no graph.

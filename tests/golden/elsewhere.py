@@ -89,7 +89,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "exact/test_side_effects.py::test_a_joint_hook_around_a_call_is_refused": ("ParameterView._refuse_joint_hook",),
     "exact/test_side_effects.py::test_an_array_in_the_memory_of_a_buffer_or_weight": ("Attributes.reads",),
     "exact/test_side_effects.py::test_an_evaluation_that_writes_a_buffer_is_told_of_it": ("Captured._own#1",),
-    "exact/test_side_effects.py::test_an_argument_that_forward_fills": ("Given.refuse_changes",),
+    "exact/test_side_effects.py::test_an_argument_that_forward_fills": ("refusing_changes",),
     "exact/test_side_effects.py::test_other_gradients_are_found_whatever_makes_them": ("refuse_other_gradients",),
     "exact/test_side_effects.py::test_side_effects_are_those_of_a_plain_run": ("Captured._capture#2",),
     "exact/test_sums.py::test_a_change_in_place_by_way_of_another_tensor_is_refused": ("_StandIn.get",),

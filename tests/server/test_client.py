@@ -189,7 +189,7 @@ def test_vws_in_threads_are_the_oracle(
     )
     for run, want in zip(runs, expected(model, data, in_flight, wave, cuts, mean=mean), strict=True):
         assert_same(vars(want), vars(run))
-    assert cluster.hosts[0].service.finished
+    assert cluster.hosts[0].service.left_by is not None
 
 
 FAULTS: dict[str, Callable[[Cluster], Faults]] = {
@@ -338,7 +338,7 @@ def test_a_failure_ends_all_that_wait() -> None:
                 client.synchronise(zeros)
 
     all_at_once([fails, waits])
-    assert cluster.hosts[0].service.finished
+    assert cluster.hosts[0].service.left_by is not None
 
 
 def test_a_refused_request_for_bytes_has_no_reply_that_could_not_fit() -> None:

@@ -43,7 +43,7 @@ class Service:
     Args:
         lease: Seconds of silence after which a VW is left out.
         longest_wait: Seconds for which a request waits.
-        gone: The `gone` of the service that this service replaces.
+        gone: The `left_by` of the service that this service replaces.
         note: Receives every decision of the coordinator about weights. It must not wait.
     """
 
@@ -59,10 +59,10 @@ class Service:
         self._shard_lock = threading.Lock()
 
     @property
-    def finished(self) -> bool:
-        """True if VWs have come, and all are gone."""
+    def left_by(self) -> Mapping[int, int] | None:
+        """Last incarnation of each VW once VWs have come, and all are gone. None before."""
         with self._changed:
-            return self._coordinator.finished(time.monotonic())
+            return dict(self._coordinator.gone) if self._coordinator.finished(time.monotonic()) else None
 
     @property
     def unused(self) -> bool:
@@ -74,12 +74,6 @@ class Service:
         """True if no VW has come. A coordinator, if any, is then on another server."""
         with self._changed:
             return self._coordinator.unused
-
-    @property
-    def gone(self) -> Mapping[int, int]:
-        """Last incarnation of each VW that is gone."""
-        with self._changed:
-            return dict(self._coordinator.gone)
 
     @property
     def bytes_held(self) -> int:
@@ -251,10 +245,10 @@ class Sessions:
                 os.write(self._log, log_line(session, decision, time.time()).encode())
 
     def _clear(self, name: str, service: Service) -> None:
-        if service.finished:
+        if (gone := service.left_by) is not None:
             with self._lock:
                 if self._services.get(name) is service:
-                    self._services[name] = self._new(name, service.gone)
+                    self._services[name] = self._new(name, gone)
 
     def _free_others(self, name: str) -> None:
         """Free the other sessions' shards. No shard hears that VWs leave, but fits of a launch follow each other."""

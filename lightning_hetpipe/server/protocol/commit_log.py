@@ -20,14 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest
-from lightning_hetpipe.server.protocol.identifiers import (
-    Commit,
-    CommitIndex,
-    Refusal,
-    RemoteFault,
-    UpdateId,
-    with_commits,
-)
+from lightning_hetpipe.server.protocol.identifiers import Commit, CommitIndex, Refusal, RemoteFault, UpdateId
 from lightning_hetpipe.server.protocol.messages import Lost
 
 
@@ -213,7 +206,7 @@ class CommitLog:
     @property
     def newest(self) -> tuple[UpdateId, ...]:
         """The last pushed update of each VW, including VWs that are gone."""
-        return with_commits(self._included, [Commit(update, 1) for update in sorted([*self._repushed, *self._queue])])
+        return self._included_with(sorted([*self._repushed, *self._queue]))
 
     def confirm(self, vw: int) -> None:
         """Record that the VW knows of the generation, so that its report was its last. Before all VWs confirm, no VW
@@ -337,7 +330,7 @@ class CommitLog:
                 for update in ready:
                     self._queue.remove(update)
                     self.tail.append(Commit(update, self._sizes[update.clock] if self._mean else 1))
-                    self._included = with_commits(self._included, self.tail[-1:])
+                    self._included = self._included_with([update])
                     made = (self.tail[-1].divisor, self.base.count + self.commits)
                     self._note(UpdateCommitted(update.vw, update.incarnation, update.clock, *made))
                 self._count()
@@ -345,6 +338,11 @@ class CommitLog:
                 self._close()
             else:
                 break
+
+    def _included_with(self, updates: Iterable[UpdateId]) -> tuple[UpdateId, ...]:
+        """Return the last included update of each VW after a commit of ``updates``."""
+        last = {update.vw: update for update in (*self._included, *updates)}
+        return tuple(last[vw] for vw in sorted(last))
 
     def _count(self) -> None:
         """Fix the size of begun waves. A wave begins when the wave before closes, or with its first update (D > 0)."""

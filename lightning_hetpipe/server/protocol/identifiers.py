@@ -37,7 +37,6 @@ from the VW's memory exists once, and counts for both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -145,10 +144,3 @@ class CommitIndex:
     @property
     def age(self) -> tuple[int, int]:
         return self.term, self.count
-
-
-def with_commits(included: Iterable[UpdateId], commits: Sequence[Commit]) -> tuple[UpdateId, ...]:
-    """Return ``included`` after ``commits``."""
-    last = {update.vw: update for update in included}
-    last.update((commit.update.vw, commit.update) for commit in commits)
-    return tuple(last[vw] for vw in sorted(last))

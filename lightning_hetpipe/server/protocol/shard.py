@@ -250,13 +250,8 @@ class Shard:
         if size != wanted:
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes of weights for parameters of {wanted} bytes")
 
-    def _check_content(self, generation: str) -> None:
-        if self.content != generation or not self.loaded:
-            raise RemoteFault(Refusal.GENERATION, "the shard does not hold this generation")
-
     def _check_stage(self, message: messages.StageUpdate, size: int) -> None:
-        self._check_content(message.generation)
-        self._check_part(message.part)
+        self._check_part(message)
         update, staged = _id(message), self.staged.get(message.vw)
         last = self._last.get(message.vw) if staged is None else staged.id
         here = staged.blocks if staged is not None and staged.id == update else {}
@@ -268,8 +263,10 @@ class Shard:
         if size != wanted:
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes of an update for parameters of {wanted} bytes")
 
-    def _check_part(self, part: Sequence[int]) -> None:
-        count = len(self._update_layout.parameters)
+    def _check_part(self, message: messages.StageUpdate | messages.Read) -> None:
+        if self.content != message.generation or not self.loaded:
+            raise RemoteFault(Refusal.GENERATION, "the shard does not hold this generation")
+        count, part = len(self._update_layout.parameters), message.part
         if list(part) != sorted({*part}) or (part and not 0 <= part[0] <= part[-1] < count):
             raise RemoteFault(Refusal.MALFORMED, f"a part of {count} parameters has the numbers {list(part)[:9]}")
 
@@ -287,8 +284,7 @@ class Shard:
                 )
 
     def _read(self, message: messages.Read) -> tuple[messages.Holding, Sequence[memoryview]]:
-        self._check_content(message.generation)
-        self._check_part(message.part)
+        self._check_part(message)
         end = message.start + len(message.tail)
         if self.applied > end:
             raise RemoteFault(Refusal.STALE, f"the shard is at commit {self.applied} already, behind {end}")

@@ -32,7 +32,6 @@ from lightning_hetpipe.server.transport.interface import (
     CallRefused,
     Handler,
     IncomingCall,
-    Reply,
     SenderGone,
 )
 from lightning_hetpipe.server.transport.security import Rejections, Security, printable, split
@@ -228,21 +227,17 @@ class GrpcServer:
         except Exception as error:
             _LOG.error("hetpipe server: %s failed", method, exc_info=error)
             raise CallRefused(f"the server failed at {method}: {type(error).__name__}: {error}") from error
-        yield from _reply(reply, opening, messages)
-
-
-def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> Iterator[bytes]:
-    body = flat(reply.body)
-    size = total(body)
-    if opening.room not in (size, ANY_SIZE):
-        raise CallRefused(f"the reply has a body of {size} bytes, and the caller room for {opening.room}")
-    place = place_of(body) if opening.accepts_place else None
-    if messages is None and size and place is None:
-        yield Answer(Outcome.REPLY_WITHOUT_PLACE).pack(b"the reply's body does not lie in shared memory")
-        return
-    yield Answer(Outcome.REPLY, size, place).pack(reply.header)
-    if place is None:
-        yield from portions(body)
+        body = flat(reply.body)
+        given = total(body)
+        if opening.room not in (given, ANY_SIZE):
+            raise CallRefused(f"the reply has a body of {given} bytes, and the caller room for {opening.room}")
+        place = place_of(body) if opening.accepts_place else None
+        if messages is None and given and place is None:
+            yield Answer(Outcome.REPLY_WITHOUT_PLACE).pack(b"the reply's body does not lie in shared memory")
+            return
+        yield Answer(Outcome.REPLY, given, place).pack(reply.header)
+        if place is None:
+            yield from portions(body)
 
 
 class _Doorkeeper:

@@ -108,16 +108,11 @@ class Security:
 
 def split(address: str) -> tuple[str, int]:
     """Split ``host:port``, with IPv6 addresses in brackets. Raise SettingError if the address is malformed."""
-    host, colon, port = address.rpartition(":")
+    host, _, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") and host.endswith("]") else host
     number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else -1
-    if (
-        not colon
-        or not bare
-        or not 0 <= number < 1 << 16
-        or (":" in bare and bare == host)
-        or re.search(r"[\s/,]", host)
-    ):
+    is_open_ipv6 = ":" in bare and bare == host
+    if not bare or not 0 <= number < 1 << 16 or is_open_ipv6 or re.search(r"[\s/,]", host):
         raise SettingError(f"address={address} must be host:port, such as 127.0.0.1:5000 or [::1]:5000.")
     return bare, number
 
