@@ -151,7 +151,11 @@ class Engine:
         others = [stage.device for stage in self.stages if stage.device != self.root_device]
         enter = shared_streams([*others, self.root_device])
         name, threads = "hetpipe-evaluation" if self.evaluates else "hetpipe-runner", self._settings.torch_threads
-        self._runners = [Worker(f"{name}-{index}", _run, threads, enter) for index in range(self.in_flight)]
+
+        def run(minibatch: Minibatch) -> None:
+            minibatch.context.run(minibatch.run)
+
+        self._runners = [Worker(f"{name}-{index}", run, threads, enter) for index in range(self.in_flight)]
         self.main.take_lock()
 
     def begin(self, version: int, forwards: int | None = None) -> None:
@@ -482,7 +486,3 @@ class Engine:
             minibatch.deliver(result.gradients, event)
         else:
             self._backward(minibatch, preceding, result.gradients, event)
-
-
-def _run(minibatch: Minibatch) -> None:
-    minibatch.context.run(minibatch.run)

@@ -22,7 +22,7 @@ from lightning_hetpipe.emulation import Pad
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.catalogue import known, speed_by
-from lightning_hetpipe.planning.model.cluster import Cluster, Device
+from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.estimate import StageEstimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import COPIES, OPTIMIZERS, WEIGHT_DECAY
@@ -283,14 +283,11 @@ def described(profile: Profile, cluster: Cluster, factor: float) -> str:
     if not _knows_ratios_only(profile):
         names = ", ".join(dict.fromkeys(slot.device.name for slot in cluster.slots))
         return f"{names} are emulated on this CPU: each stage takes the seconds of its device's profile"
-    kinds = [_kind(slot.device) for slot in cluster.slots]
+    devices = [slot.device for slot in cluster.slots]
+    kinds = [each.name if each.speed == 1.0 else f"{each.name} of speed {each.speed:g}" for each in devices]
     speeds = dict(zip(kinds, relative_speeds(profile, cluster), strict=True))
     each = ", ".join(f"{name} {factor / speed:.2g}" for name, speed in speeds.items())
     return (
         f"the devices are emulated on this CPU, and take as many times as long as it does: {each}; only their ratios"
         " mean something, and links, which are not slowed down, look faster next to them than they are"
     )
-
-
-def _kind(device: Device) -> str:
-    return device.name if device.speed == 1.0 else f"{device.name} of speed {device.speed:g}"

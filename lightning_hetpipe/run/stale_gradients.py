@@ -78,17 +78,13 @@ def automatic_policy(optimizer: Optimizer, *, clipped: bool) -> Automatic:
         return Automatic(STASH, f"{name} takes no hooks, by which its steps could be predicted")
     if most <= AVERAGED and not isinstance(optimizer, Rprop):
         return Automatic(STASH, f"{name} with little momentum, or none, learns no better from predicted weights")
-    if not isinstance(optimizer, MEASURED) or not _steps_as_torch(optimizer):
+    own = str(unwrap(type(optimizer).step).__module__)  # within the hooks that torch puts around it
+    if not isinstance(optimizer, MEASURED) or not own.startswith("torch.optim."):
         return Automatic(STASH, f"predictions were not measured with {name}; weights='pipeoptim' has one for any")
     policy = next(policy for policy in PREFERRED if lacks(policy, optimizer) is None)
     short = clipped and isinstance(optimizer, SGD)  # steps of SGD are as long as gradients are large
     corrected = None if short or policy == "xpipe" else CORRECTED
     return Automatic(POLICIES[policy], f"the optimizer is {name}", corrected)
-
-
-def _steps_as_torch(optimizer: Optimizer) -> bool:
-    """Return True if the step of ``optimizer`` is torch's own, within the hooks that torch puts around it."""
-    return str(unwrap(type(optimizer).step).__module__).startswith("torch.optim.")
 
 
 def _averaged(group: dict[str, object]) -> float:
