@@ -231,12 +231,6 @@ class Stage:
         self.put(_WAKE)
         return future
 
-    def note_work(self) -> None:
-        """Restart the time limit of every wait if the stage does what :meth:`compute` asked, however long it takes."""
-        doing = self._doing
-        if doing is not None and doing[0] is _WAKE.message:
-            self._watchdog.moved()
-
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()

@@ -80,22 +80,22 @@ class TrainerRun:
         return native(*args)
 
 
-class Driver:
-    """A run of one of the loops of ``trainer``. It numbers minibatches over the whole run.
+class Driver(TrainerRun):
+    """A run of one of the loops of ``trainer``. It numbers minibatches over the whole run. Until :meth:`start` there is
+    no pipeline, and the user's steps run in Lightning's own thread.
 
     Attributes:
         restarts: Whether the pipeline starts empty at the next version.
         copies_batches: Whether the loader was seen to reuse the memory of an earlier batch.
-        pipeline: Runs the user's steps. Until :meth:`start` there is none, and they run in Lightning's own thread.
     """
 
     def __init__(self, trainer: L.Trainer, precision: Precision) -> None:
+        super().__init__()
         self._trainer = trainer
         self._precision = precision
         self.extensions = Extensions()
         self.restarts = False
         self.copies_batches = False
-        self.pipeline: Engine | None = None
         self._over = -1  # the last step of which `stepped` was told
 
     # What each loop knows.

@@ -48,7 +48,7 @@ from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.rules.versions import Versions, WeightPolicy
 from lightning_hetpipe.run import first_minibatch, spread_run
 from lightning_hetpipe.run.around_step import AroundStep, RateCorrection, around_step, deliver
-from lightning_hetpipe.run.driver import Driver, TrainerRun, default_dtype_in
+from lightning_hetpipe.run.driver import Driver, default_dtype_in
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.minibatch_state import (
     LossScale,
@@ -75,7 +75,7 @@ from lightning_hetpipe.run.stage_steps import StageSteps
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
-class Fit(Driver, TrainerRun):
+class Fit(Driver):
     """One ``fit`` with its validation. At the end of training it passes its report to ``reported``."""
 
     def __init__(
@@ -87,8 +87,7 @@ class Fit(Driver, TrainerRun):
         synchroniser: Synchroniser | NoSynchroniser,
         reported: Callable[[RunReport], None],
     ) -> None:
-        TrainerRun.__init__(self)
-        Driver.__init__(self, trainer, precision)
+        super().__init__(trainer, precision)
         self._module: L.LightningModule = trainer.lightning_module
         window, before_pass = settings.timeline, settings.before_pass
         self._emulation = before_pass if isinstance(before_pass, Emulation) else None

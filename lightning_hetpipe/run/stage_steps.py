@@ -148,7 +148,10 @@ class StageSteps(AroundStep):
         finally:
             with self.engine.main.unlocked():
                 try:
-                    self.engine.watchdog.wait(partial(_are_done, found), "Lightning's thread for the step of stages")
+                    self.engine.watchdog.wait(
+                        lambda seconds: not wait(found.values(), seconds).not_done,
+                        "Lightning's thread for the step of stages",
+                    )
                 except BaseException:  # an interrupt: what comes next reads weights
                     wait(found.values(), UNWINDING)
                     raise
@@ -171,12 +174,3 @@ class StageSteps(AroundStep):
         cut = [{**group, "params": own} for group, own in zip(self.optimizer.param_groups, groups, strict=True)]
         vars(clone).update(vars(self.optimizer), param_groups=cut)
         kind.step.__wrapped__(clone)
-
-
-def _are_done(found: Mapping[Stage, Future[StreamEvent | None]], seconds: float) -> bool:
-    """Wait for up to ``seconds``. A step may take as long as it likes, and counts as moving."""
-    pending = wait(found.values(), seconds).not_done
-    for stage, future in found.items():
-        if future in pending:
-            stage.note_work()
-    return not pending
