@@ -12,7 +12,7 @@ loses if Python takes longest. Both ways are timed at the start of training.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,6 @@ from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.hosts.remote_stage import RemoteStage
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.stage import Stage
-from lightning_hetpipe.pipeline.streams import StreamEvent
 from lightning_hetpipe.pipeline.user.minibatch import UNWINDING
 from lightning_hetpipe.run.around_step import AroundStep
 from lightning_hetpipe.torch_private.tensors import pytree
