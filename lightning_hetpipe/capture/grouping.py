@@ -59,14 +59,11 @@ def layers_of(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if not is_plain_sequential(module):
         yield name, module
         return
-    # named_children() would leave out a child that stands in a second position.
-    for own, child in module.named_modules(remove_duplicate=False):
-        if not own or "." in own:
-            continue
+    for path, child in _children(module, name):
         if is_plain_sequential(child) and not has_hooks(child):
-            yield from layers_of(f"{name}.{own}", child)
+            yield from layers_of(path, child)
         else:
-            yield f"{name}.{own}", child
+            yield path, child
 
 
 def is_torchs_own(module: nn.Module) -> bool:
@@ -224,8 +221,7 @@ def _blocks(module: nn.Module) -> Iterator[tuple[str, Collection[str]]]:
     if not is_plain_sequential(module):
         yield from _blocks_in(module, "", nn.Module)
         return
-    for name, layer in layers_of("", module):
-        path = name.removeprefix(".")
+    for path, layer in layers_of("", module):
         yield from dict(_blocks_in(layer, path, nn.Sequential, listed=True)).items() or [(path, ())]
 
 
@@ -256,6 +252,7 @@ def _parts(block: nn.Module, path: str) -> Iterator[str]:
 
 
 def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    # named_children() would leave out a child that stands in a second position.
     return [
         (f"{path}.{name}" if path else name, child)
         for name, child in module.named_modules(remove_duplicate=False)

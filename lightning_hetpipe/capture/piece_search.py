@@ -110,21 +110,18 @@ class PieceSearch:
 
     def called(self) -> list[int]:
         """Return the pieces that the step called, as indices into :meth:`pieces`, in the order of the calls."""
-        return [self._place(node.piece) for node in self._nodes(self.calls)]
+        return [self._found.index(node.piece) for node in self._nodes(self.calls)]
 
     def _nodes(self, nodes: Sequence[CallNode]) -> Iterator[CallNode]:
         for node in nodes:
-            if self._place(node.piece) >= 0:
+            if node.piece in self._found:
                 yield node
             else:
                 yield from self._nodes(node.inner)
 
-    def _place(self, piece: Piece) -> int:
-        return next((place for place, found in enumerate(self._found) if found is piece), -1)
-
     def taken_apart(self, seconds: float) -> TakenApart:
         """Describe the modules that are not pipelined as a whole, in a step that took ``seconds``."""
-        left = [call for call in self.calls if self._place(call.piece) < 0]
+        left = [call for call in self.calls if call.piece not in self._found]
         return TakenApart(
             {call.piece.name: call.piece.module for call in left},
             {call.piece.name: reason_of(call.refusal) for call in left if call.refusal is not None},

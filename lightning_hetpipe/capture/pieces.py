@@ -50,7 +50,7 @@ def class_of(layer: nn.Module) -> str:
     return type(layer.module if isinstance(layer, SingleLayer) else layer).__name__
 
 
-@dataclass
+@dataclass(eq=False)
 class Piece:
     """One pipelined module.
 

@@ -154,10 +154,7 @@ class DataChecks:
 
     def _part(self, graph: fx.GraphModule, needed: set[fx.Node], asked: Sequence[fx.Node]) -> fx.GraphModule:
         part, buffers = fx.Graph(), {path for path, _ in self._module.named_buffers(remove_duplicate=False)}
-        new: dict[fx.Node, fx.Node] = {}
-        for node in graph.graph.nodes:
-            if node.op == "placeholder":
-                new[node] = part.placeholder(node.name)
+        new = {node: part.placeholder(node.name) for node in graph.graph.find_nodes(op="placeholder")}
         for node in graph.graph.nodes:
             if node in needed and node.op == "get_attr" and str(node.target) in buffers:
                 new[node] = part.placeholder(f"buffer_{len(self._buffers)}")

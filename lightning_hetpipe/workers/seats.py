@@ -187,7 +187,7 @@ class Returning:
         content = self._recalled(RECORD)
         self.record = FitRecord(**torch.load(io.BytesIO(content), weights_only=True))
         self._next = 0
-        self._file, self.checkpoint = nameless_file()
+        self.file, self.checkpoint = nameless_file()
         """Checkpoint to resume from, complete after :meth:`await_state`."""
         self._has_state = False
 
@@ -236,10 +236,6 @@ class Returning:
             raise too_late(self._index)
         return content
 
-    def close(self) -> None:
-        """Delete the checkpoint."""
-        self._file.close()
-
 
 class Seats:
     """Seats of ``size`` virtual workers, as virtual worker ``index`` knows them.
@@ -271,7 +267,7 @@ class Seats:
     def close(self) -> None:
         """Delete the checkpoint of a process that comes back."""
         if self.returning is not None:
-            self.returning.close()
+            self.returning.file.close()
 
     # Virtual worker 0's record.
 

@@ -231,7 +231,7 @@ def test_other_users_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         met = local_rendezvous.ask(name, 1.0)
         assert met.variables == {"secret": "open-sesame"}
-        met.close()
+        met.connection.close()
         monkeypatch.setattr(local_rendezvous, "_user", lambda connection: os.getuid() + 1)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
             asking.connect(local_rendezvous._name(name))
