@@ -96,12 +96,10 @@ def seconds(value: timedelta | float) -> float:
     return value.total_seconds() if isinstance(value, timedelta) else float(value)
 
 
-def _is_duration(value: Any) -> bool:
-    return 0 < seconds(value) <= _YEAR
-
-
 Duration = Annotated[
-    timedelta | float, _is_duration, "a datetime.timedelta, or a number of seconds, positive and at most a year"
+    timedelta | float,
+    lambda value: 0 < seconds(value) <= _YEAR,
+    "a datetime.timedelta, or a number of seconds, positive and at most a year",
 ]
 
 

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from lightning_hetpipe.strategy.profiling_strategy import Profiled
 
 
-def _is_precision(value: Any) -> bool:
-    return str(value) in PRECISIONS
-
-
 PROGRAM = ConsoleScript(
     "hetpipe-plan",
     config_checks.GROUPS,
@@ -56,7 +52,7 @@ PROGRAM = ConsoleScript(
         ],
         "ordered": bool,
         "synchronise": Latency,
-        "precision": Annotated[Any, _is_precision, f"one of {', '.join(PRECISIONS)}"],
+        "precision": Annotated[Any, lambda value: str(value) in PRECISIONS, f"one of {', '.join(PRECISIONS)}"],
     },
 )
 

@@ -57,7 +57,9 @@ def run(config: DictConfig) -> float | None:
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
     config = deepcopy(config)  # attribution of errors reads the caller's config, unchanged
-    _strip(config)
+    if config.trainer.get("barebones") is True:  # it excludes these, by Lightning's own list
+        with open_dict(config):
+            config.trainer.update({**dict.fromkeys(_SWITCHES, False), "log_every_n_steps": 0})
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
     settings = hyperparameters(config)
@@ -99,13 +101,6 @@ def _lists(config: DictConfig) -> dict[str, Any]:
         for name in lists:
             del config.trainer[name]  # instantiate would merge, and a mapping does not merge with a list
     return lists
-
-
-def _strip(config: DictConfig) -> None:
-    """Switch off what `trainer.barebones` excludes, by Lightning's own list."""
-    if config.trainer.get("barebones") is True:
-        with open_dict(config):
-            config.trainer.update({**dict.fromkeys(_SWITCHES, False), "log_every_n_steps": 0})
 
 
 def _end_progress_bars(trainer: L.Trainer) -> None:

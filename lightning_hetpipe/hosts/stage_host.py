@@ -48,11 +48,6 @@ def _matmul_precision() -> str | None:
     return None
 
 
-def _flushes_denormals() -> bool:
-    """Return True if this thread treats subnormal numbers as zero. Torch has only a function to set this."""
-    return not torch.tensor([torch.finfo(torch.float32).tiny]).mul(0.5).item()
-
-
 def _attribute(path: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     library, _, name = path.rpartition(".")
     owner = attrgetter(library)(torch.backends)
@@ -62,7 +57,8 @@ def _attribute(path: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 _BACKENDS: Any = torch.backends
 _MODES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (_matmul_precision, lambda value: None if value is None else torch.set_float32_matmul_precision(value)),
-    (_flushes_denormals, torch.set_flush_denormal),  # of this thread and the threads that it starts
+    # Whether subnormal numbers are zero in this thread and the threads that it starts, which torch can only set.
+    (lambda: not torch.tensor([torch.finfo(torch.float32).tiny]).mul(0.5).item(), torch.set_flush_denormal),
     (
         lambda: [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()],
         lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),

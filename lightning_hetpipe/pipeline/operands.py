@@ -103,7 +103,7 @@ class _Together(OwnMode):
                     return without_override(func)(*given[0], **given[1])
             finally:
                 self._home, self._piecemeal = before
-        name = _name(func)
+        name = str(getattr(func, "__name__", "")).partition(".")[0]
         if name in _CROSSING:
             return func(*given[0], **given[1])
         copies = list[Tensor]()
@@ -183,10 +183,6 @@ class _Together(OwnMode):
 
 
 def _nobody(operands: Sequence[Tensor]) -> None: ...
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return str(getattr(func, "__name__", "")).partition(".")[0]
 
 
 def _at_parameter(operands: Sequence[Tensor]) -> torch.device | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
+from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.schedule import EVALUATE, LIGHTNING, STEP, USER_CODE, Row, Span
 
 KEPT = 100
@@ -145,7 +145,7 @@ class Recorder:
             nonlocal start
             start = time.perf_counter()
 
-        return SectionBetween(begin, lambda: self.add(USER_CODE, "training_step", minibatch, start))
+        return UserSection(begin, lambda: self.add(USER_CODE, "training_step", minibatch, start))
 
     # Whoever reads.
 

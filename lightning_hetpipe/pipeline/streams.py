@@ -36,18 +36,14 @@ if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import BeforePass, Stage
 
 
-class GivenWork(Protocol):
-    """Work that was given to devices."""
-
-    def synchronize(self) -> None:
-        """Wait until this work is computed."""
-
-
-class StreamEvent(GivenWork, Protocol):
+class StreamEvent(Protocol):
     """A place in some streams, behind work that was given to the devices."""
 
     def query(self) -> bool:
         """Return True if this work is computed."""
+
+    def synchronize(self) -> None:
+        """Wait until this work is computed."""
 
 
 class Stream:
@@ -254,7 +250,7 @@ class Timed:
         self._since = self._stream.now()
         self._after = None if before is None else before(stage.index, work, minibatch)
 
-    def end(self, work: GivenWork | None) -> None:
+    def end(self, work: StreamEvent | Stream | None) -> None:
         """End it: ``work`` is all of its work on the device. Emulated slowness sleeps here."""
         if self._after is not None:  # who looks at a clock wants to know when it is computed
             if work is not None:

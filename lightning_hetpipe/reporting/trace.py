@@ -27,7 +27,9 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         place = {"pid": timeline.virtual_worker + 1, "tid": 1 if row is None else threads[row]}
         return {"ph": phase, "name": name, "ts": _microseconds(start), **place, **more}
 
-    events = sorted([*_spans(timeline, event), *_arrows(timeline, event), *_counters(timeline, event)], key=_when)
+    flying = timeline.in_flight_over_time()
+    counters = [event("C", "in flight", None, when, args={"minibatches": count}) for when, count in flying]
+    events = sorted([*_spans(timeline, event), *_arrows(timeline, event), *counters], key=_when)
     return {
         "traceEvents": [*_names(timeline, event), *events],
         "displayTimeUnit": "ms",
@@ -86,11 +88,6 @@ def _arrows(timeline: Timeline, event: Callable[..., Event]) -> Iterator[Event]:
             yield event("s", "minibatch", first.row, first.start, **arrow)
             yield from (event("t", "minibatch", each.row, each.start, **arrow) for each in between)
             yield event("f", "minibatch", last.row, last.start, **arrow, bp="e")
-
-
-def _counters(timeline: Timeline, event: Callable[..., Event]) -> Iterator[Event]:
-    for when, count in timeline.in_flight_over_time():
-        yield event("C", "in flight", None, when, args={"minibatches": count})
 
 
 def _microseconds(seconds: float) -> float:

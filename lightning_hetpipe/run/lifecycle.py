@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Concatenate, ParamSpec
 
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
-from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection, UserSections
+from lightning_hetpipe.pipeline.user.user_section import UserSection, UserSections
 
 P = ParamSpec("P")
 
@@ -49,7 +49,7 @@ class Extension:
 
     def section(self, minibatch: int) -> UserSection:
         """A section of the user's step runs, between two calls of pipelined modules."""
-        return NO_SECTION
+        return UserSection()
 
     def arrived(self, minibatch: int) -> None:
         """Lightning's loop is at the step of ``minibatch``, which is done or has failed. A fit has its gradients."""

@@ -19,7 +19,7 @@ from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing, draws_now
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, current
-from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection, has_own_seed
+from lightning_hetpipe.pipeline.user.user_section import UserSection, has_own_seed
 from lightning_hetpipe.placement.layout import Layout
 from lightning_hetpipe.redirect import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.run.driver import Driver
@@ -92,7 +92,7 @@ class PieceCalls(PieceForwards):
         def take_modes() -> None:
             self._modes = self._fingerprint.modes()
 
-        return SectionBetween(take_modes, lambda: None)
+        return UserSection(take_modes, lambda: None)
 
     def settled(self, version: int) -> None:
         changed, pipeline = self._fingerprint.changed(), self._driver.pipeline

@@ -39,10 +39,6 @@ def _is_range(value: Sequence[int]) -> bool:
     return len(value) == 2 and 1 <= value[0] <= value[1] <= MOST_VIRTUAL_WORKERS
 
 
-def _is_window(value: Sequence[int]) -> bool:
-    return len(value) == 2 and 1 <= value[0] <= value[1] < value[0] + LONGEST
-
-
 def _is_address(value: str) -> bool:
     try:
         return split(value)[1] > 0
@@ -98,7 +94,7 @@ class HetPipeArguments(KnownNames):
         timeline: bool
         | Annotated[
             Sequence[int],
-            _is_window,
+            lambda value: len(value) == 2 and 1 <= value[0] <= value[1] < value[0] + LONGEST,
             f"the first and the last minibatch to keep, counted from 1, at most {LONGEST}, such as (100, 120)",
         ] = False,
         stage_hosts: Annotated[

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,30 +23,22 @@ from torch import Tensor
 from lightning_hetpipe.accelerator import default_generators
 
 
-class UserSection(Protocol):
-    """State that is swapped in and out around each section of one minibatch's user code."""
+class UserSection:
+    """State that is swapped in and out around each section of one minibatch's user code, by ``begin`` and ``end``. By
+    default nothing is swapped."""
 
-    def enter(self) -> None: ...
+    def __init__(self, begin: Callable[[], object] = bool, end: Callable[[], object] = bool) -> None:
+        self._begin, self._end = begin, end
+
+    def enter(self) -> None:
+        self._begin()
 
     def leave(self, for_good: bool = False) -> None:
         """End the section. ``for_good`` is True for the minibatch's last section."""
+        self._end()
 
 
-@dataclass(frozen=True)
-class SectionBetween:
-    """Sections of user code between a call of ``begin`` and a call of ``end``."""
-
-    begin: Callable[[], None]
-    end: Callable[[], None]
-
-    def enter(self) -> None:
-        self.begin()
-
-    def leave(self, for_good: bool = False) -> None:
-        self.end()
-
-
-class UserSections:
+class UserSections(UserSection):
     """Several sections as one. The last to enter is the first to leave, and all leave even if one raises an error."""
 
     def __init__(self, sections: Sequence[UserSection]) -> None:
@@ -62,11 +54,7 @@ class UserSections:
                 stack.callback(section.leave, for_good)
 
 
-NO_SECTION: UserSection = UserSections(())
-"""Section that swaps nothing."""
-
-
-class ProcessSection:
+class ProcessSection(UserSection):
     """A process state for the sections of one minibatch, which begins as ``state``."""
 
     def __init__(self, state: ProcessState) -> None:

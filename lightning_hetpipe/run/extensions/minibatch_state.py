@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.lightning_private import counters, counters_ahead, set_counters
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection, SectionBetween, UserSection
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, UserSection
 from lightning_hetpipe.run.lifecycle import Around, Extension
 
 
@@ -47,7 +47,7 @@ class TrainerCounters(Extension):
             own, stop, trainer.should_stop = there, trainer.should_stop, stop
 
         self._stops[minibatch] = lambda: stop
-        return SectionBetween(exchange, exchange)
+        return UserSection(exchange, exchange)
 
     def arrived(self, minibatch: int) -> None:
         if self._stops.pop(minibatch, bool)():

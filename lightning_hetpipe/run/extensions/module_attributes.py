@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.contents import ABSENT
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
+from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.replay import Replay
@@ -119,7 +119,7 @@ class Attributes(Extension):
 
     def section(self, minibatch: int) -> UserSection:
         numbers = count(1)
-        return SectionBetween(lambda: self.enter(minibatch, next(numbers)), self.leave)
+        return UserSection(lambda: self.enter(minibatch, next(numbers)), self.leave)
 
     def emptied(self, version: int) -> None:
         """Start with an empty pipeline at ``version``: all see what the module holds."""

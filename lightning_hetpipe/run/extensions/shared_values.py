@@ -26,7 +26,7 @@ from lightning_hetpipe.capture.contents import CONTAINERS, attributes_of, bytes_
 from lightning_hetpipe.capture.noticed_calls import PACKAGES, is_users, line_that_names
 from lightning_hetpipe.capture.reached_values import Moment, ReachedValues, is_value, names_in, told
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
+from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.user_values import WatchedAttributes, fills, users_attributes
@@ -62,7 +62,7 @@ class SharedValues(Extension):
         self.emptied(0)
 
     def section(self, minibatch: int) -> UserSection:
-        return SectionBetween(self.enter, partial(self.leave, minibatch))
+        return UserSection(self.enter, partial(self.leave, minibatch))
 
     def emptied(self, version: int) -> None:
         """Take what the module holds now, because the pipeline starts empty."""
