@@ -15,7 +15,7 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import BeforePass, Layer, StageSettings
 from lightning_hetpipe.pipeline.streams import Streams
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, current
-from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
+from lightning_hetpipe.pipeline.user.user_section import UserSection
 
 CPU = torch.device("cpu")
 Check = Callable[[Tensor, Collection[int]], None]
@@ -66,7 +66,7 @@ class Line:
         return minibatch.call(piece, f"piece{piece}", value, lambda given: given)
 
     def step(
-        self, run: Callable[[], Tensor], check: Check = lambda total, ours: None, section: UserSection = NO_SECTION
+        self, run: Callable[[], Tensor], check: Check = lambda total, ours: None, section: UserSection | None = None
     ) -> Step:
         """A step whose loss ``run`` computes."""
 
@@ -74,7 +74,7 @@ class Line:
             loss = run()
             return {"loss": loss.detach()}, loss
 
-        return Step(both, nullcontext, section, check)
+        return Step(both, nullcontext, section or UserSection(), check)
 
     @contextmanager
     def running(self, version: int = 0) -> Iterator[Engine]:

@@ -329,7 +329,7 @@ def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
 
     last: Any = SimpleNamespace(index=0, stream=Stream())
 
-    class Computed:
+    class Computed(Stream):
         def synchronize(self) -> None:
             happened.append("it is computed")
 

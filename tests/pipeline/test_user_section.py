@@ -17,6 +17,7 @@ from lightning_hetpipe.pipeline.user.user_section import (
     BYTES,
     ProcessSection,
     ProcessState,
+    UserSection,
     UserSections,
     has_own_seed,
     own_state,
@@ -227,9 +228,7 @@ def test_a_gpu_that_is_first_used_within_a_stretch(monkeypatch: pytest.MonkeyPat
 def test_all_sections_leave_whatever_one_raises() -> None:
     """The process's state would stay swapped: the next run would draw from that of the minibatch that failed."""
 
-    class Refuses:
-        def enter(self) -> None: ...
-
+    class Refuses(UserSection):
         def leave(self, for_good: bool = False) -> None:
             raise LookupError
 

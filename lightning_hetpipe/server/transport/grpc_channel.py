@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from lightning_hetpipe.server.transport.codec import Malformed
 from lightning_hetpipe.server.transport.frames import ANY_SIZE, Answer, Opening, Outcome, fill, flat, portions, total
@@ -144,7 +143,7 @@ class GrpcChannel:
         self, opening: Opening, header: bytes, body: list[memoryview], into: Room, deadline: float
     ) -> tuple[Answer, bytes]:
         """Make a call whose bodies come in chunks."""
-        messages = chain([opening.pack(header)], portions(body))  # over which a thread of gRPC iterates
+        messages = requests(opening.pack(header), body)
         try:
             replies = self._many(messages, timeout=max(0.0, deadline - time.monotonic()), metadata=self._metadata)
         except ValueError:
@@ -177,6 +176,12 @@ class GrpcChannel:
             return CallRefused(f"the server at {self.address} refused the call: {details}")
         hint = "; does it want other certificates than security has?" if "Socket closed" in details else ""
         return Unreachable(f"the server at {self.address} cannot be reached ({code.name.lower()}: {details}){hint}")
+
+
+def requests(opening: bytes, body: Sequence[memoryview]) -> Iterator[bytes]:
+    """Yield the messages of a call. A thread of gRPC iterates."""
+    yield opening
+    yield from portions(body)
 
 
 def received(replies: Iterator[bytes], into: Room) -> tuple[Answer, bytes]:
