@@ -151,11 +151,8 @@ class Engine:
         others = [stage.device for stage in self.stages if stage.device != self.root_device]
         enter = shared_streams([*others, self.root_device])
         name, threads = "hetpipe-evaluation" if self.evaluates else "hetpipe-runner", self._settings.torch_threads
-
-        def run(minibatch: Minibatch) -> None:
-            minibatch.context.run(minibatch.run)
-
-        self._runners = [Worker(f"{name}-{index}", run, threads, enter) for index in range(self.in_flight)]
+        names = [f"{name}-{index}" for index in range(self.in_flight)]
+        self._runners = [Worker(each, lambda own: own.context.run(own.run), threads, enter) for each in names]
         self.main.take_lock()
 
     def begin(self, version: int, forwards: int | None = None) -> None:

@@ -129,7 +129,7 @@ def unequal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
     one wait. If ``pairs`` is an iterator, one pair is held at a time."""
     found, waiting = list[int](), dict[int, Tensor]()
     for place, (one, other) in enumerate(pairs):
-        if one.shape == other.shape and one.device.type != "cpu":  # whose answer the host would wait for
+        if one.shape == other.shape and _waits(one):
             waiting[place] = _any_differ(one, other)
         elif not equal(one, other):
             found.append(place)
@@ -216,6 +216,11 @@ class DeviceComparison:
             if (first := int(found)) >= 0:
                 return next(place for (place, _), end in zip(group, ends, strict=True) if first < end)
         return None
+
+
+def _waits(tensor: Tensor) -> bool:
+    """Return True if reading its values waits for a device."""
+    return tensor.device.type != "cpu"
 
 
 def blocks(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, int], int]:

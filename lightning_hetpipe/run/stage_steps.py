@@ -105,17 +105,14 @@ class StageSteps(AroundStep):
         optimizers step in other ways together."""
         whole = [group["params"] for group in self.optimizer.param_groups]
         weights = [weight for own in whole for weight in own if weight.grad is not None]
-        if len({each.device.type for each in weights}) > 1 or any(
-            each.grad.layout != torch.strided for each in weights
-        ):
-            return {}
+        kinds = {(weight.device.type, weight.grad.layout) for weight in weights}
         owners: dict[nn.Parameter, Stage] = {}
         for stage in self.engine.stages:
             if not isinstance(stage, RemoteStage):
                 here = [weight for weight in stage.live.parameters if weight.device == stage.device]
                 owners.update((weight, stage) for weight in here if weight not in owners)
         stages = dict.fromkeys(owners[weight] for weight in weights if weight in owners)
-        if len(stages) < 2:
+        if len(kinds) > 1 or len(stages) < 2:
             return {}
         return {stage: [[w for w in own if owners.get(w) is stage] for own in whole] for stage in [*stages, None]}
 
