@@ -25,7 +25,7 @@ class Model:
         loss: Of its output and the targets.
         halves: Cuts it for a pipeline of two processes, as evenly as its layers allow; their optimizer sees to each.
             None if no benchmark cuts the model.
-        optimizer: Of its parameters, or of those of a half, if the task names none.
+        optimizer: Name of its optimizer, if the task names none.
     """
 
     net: Callable[[Task], nn.Module]

@@ -78,10 +78,7 @@ def check_targets(config: DictConfig, *, measured: bool) -> None:
 
 
 def check(config: DictConfig) -> None:
-    """Raise SettingError for settings of ours that are unknown, missing, of the wrong kind, or that exclude each other.
-
-    Settings that a plan does not need are checked, too.
-    """
+    """Raise SettingError for settings of ours that are unknown, missing or of the wrong kind, or exclude each other."""
     if config.get("profile") is None and config.get("model") is None:
         raise SettingError(
             "profile=null and no model is configured; give profile=FILE, or choose an experiment, such as"

@@ -110,7 +110,7 @@ class _CopyStreams:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def on(self, devices: Iterable[torch.device]) -> list[torch.Stream]:
-        """Return the streams on those of ``devices`` that have one."""
+        """Return the present streams on ``devices``."""
         return [self._streams[device] for device in set(devices) if device in self._streams]
 
     def of(self, tensors: Iterable[Tensor], own: torch.Stream | None = None) -> set[torch.Stream]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -182,16 +182,18 @@ class DeviceComparison:
         small: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor, Tensor]]] = defaultdict(list)
         self._groups: list[list[tuple[int, int]]] = []  # place and size of each tensor of a group
         self._found: list[Tensor] = []
-        devices: dict[torch.device, None] = {}
+        held, devices = Counter[tuple[torch.dtype, torch.device]](), dict[torch.device, None]()
         for place, (one, other) in enumerate(pairs):
             devices[one.device] = None
             if one.nbytes > _SMALL:
                 self._ask([(place, 1)], _any_differ(one.detach(), other.detach()).view(1))
             elif one.numel():
-                group = small[one.dtype, one.device]
-                group.append((place, one.detach(), other.detach()))
-                if sum(each.nbytes for _, each, _ in group) > _GROUP:
-                    self._ask_together(small.pop((one.dtype, one.device)))
+                kind = one.dtype, one.device
+                small[kind].append((place, one.detach(), other.detach()))
+                held[kind] += one.nbytes
+                if held[kind] > _GROUP:
+                    held[kind] = 0
+                    self._ask_together(small.pop(kind))
         for group in small.values():
             self._ask_together(group)
         self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]

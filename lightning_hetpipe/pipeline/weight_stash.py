@@ -22,8 +22,8 @@ Observers of the live layers, such as Lightning's ModelPruning, expect to find t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, compress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress, count
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -268,12 +268,12 @@ class WeightStash(VersionedLayers):
         self._published += 1
         with torch.no_grad():
             made = self._share_frozen(version, counters)
-            own = [number for number, is_trained in enumerate(version.flags.requires_grad) if is_trained]
             self._counters = counters
             for reading in new:
                 last = self._newest.get(reading.steps)
                 is_there = last is not None and last in self._held.values()
                 may_hold = last is not None and is_there and last.may_hold(version, self._frozen)
+                own = compress(count(), version.flags.requires_grad)
                 if last is None or not may_hold or self._differ(version, own, last.compared(version, reading.steps)):
                     last = self._newest[reading.steps] = self._free()
                     if last.frozen != self._frozen.keys():
@@ -307,11 +307,11 @@ class WeightStash(VersionedLayers):
         """Return True if a device compares values while the host goes on, because so far counters have told all."""
         return accelerates(self._device) and version.is_late and self._published > _COMPARED and not self._by_value
 
-    def _differ(self, version: Version, numbers: Sequence[int], pairs: Iterator[tuple[Tensor, Tensor]]) -> bool:
+    def _differ(self, version: Version, numbers: Iterable[int], pairs: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Return True if tensors of ``pairs``, of the weights ``numbers``, differ. If a device answers later, return
         False."""
         if self._asks_later(version):
-            self._asked.append((version.number, numbers, DeviceComparison(pairs)))
+            self._asked.append((version.number, [*numbers], DeviceComparison(pairs)))
             return False
         differ = not all_equal(pairs)
         self._by_value |= differ

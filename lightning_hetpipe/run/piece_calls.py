@@ -92,7 +92,7 @@ class PieceCalls(PieceForwards):
         def take_modes() -> None:
             self._modes = self._fingerprint.modes()
 
-        return UserSection(take_modes, lambda: None)
+        return UserSection(take_modes)
 
     def settled(self, version: int) -> None:
         changed, pipeline = self._fingerprint.changed(), self._driver.pipeline

@@ -3,7 +3,7 @@
 Lightning, hooks, schedulers and a loss scaler see one step of the user's optimizer. Within it, for each stage, the
 optimizer's class steps a clone, whose groups are cut to the stage's weights and which has the optimizer's own state.
 Meanwhile a clone here steps the weights of no stage. At last the user's optimizer itself steps empty groups. Each
-weight's bits are those of a whole step.
+weight has the bits of a whole step.
 
 Stages wait for each other at the end of a step. So a step by stages gains if its operators take long (SOAP, Muon), and
 loses if Python takes longest. Both ways are timed at the start of training.
@@ -92,12 +92,9 @@ class StageSteps(AroundStep):
 
     def divides(self) -> bool:
         """Return True if stages are to step now."""
-        if self._steps < 0 or not steps_by_weight(self.optimizer):
-            return False
-        if self._steps < 4 * TIMED:
-            return self._steps // TIMED % 2 == 1
         whole, by_stages = self._seconds
-        return by_stages < GAIN * whole
+        is_turn = self._steps // TIMED % 2 == 1 if self._steps < 4 * TIMED else by_stages < GAIN * whole
+        return self._steps >= 0 and is_turn and steps_by_weight(self.optimizer)
 
     def _cuts(self) -> Cuts:
         """Return the weights with gradients, by group, of each stage of this process that has their memory. None has

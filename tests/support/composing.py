@@ -59,7 +59,7 @@ def _choices(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
 
 
 def _merged_once(loader: Any, defaults: list[Any], repo: Any) -> Any:
-    """Merge configurations; those of packages alone, which no test writes, once for each choice of them."""
+    """Merge configurations. Merge each choice of packages' configurations once, because no test writes them."""
     sources = [(source.scheme(), source.provider, source.path) for source in repo.get_sources()]
     if any(scheme == "file" for scheme, *_ in sources):
         return _merge(loader, defaults, repo)

@@ -285,7 +285,7 @@ def _serve(requests: socket.socket, modules: Sequence[str]) -> None:
     while (received := socket.recv_fds(requests, LONGEST, MOST))[0]:
         for module in modules:
             import_module(module)
-        gc.freeze()  # else each program's garbage collector goes through what is loaded: 0.3 s of each
+        gc.freeze()  # so that no program's garbage collector goes through loaded modules, for 0.3 s
         request, (told, *given), *_ = received
         between = os.fork()
         if between == 0:
